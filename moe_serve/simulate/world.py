@@ -119,7 +119,7 @@ class World:
             service=job.service,
             session=job.session,
         )
-        if is_refused(self._cells[index].engine.admission, job, times):
+        if self._is_refused(job, times):
             self._done.append(times)
             self._ended(at_s, job.session)
             return
@@ -141,6 +141,9 @@ class World:
             self._send_next(at_s)
         elif session and (job := self._sessions.turn_after(session)) is not None:
             self._arrive(at_s, job)
+
+    def _is_refused(self, job: SimulatedRequest, times: RequestTimes) -> bool:
+        return is_refused(self._cells[times.cell].engine.admission, job, times)
 
     def _start(self, at_s: float, index: int) -> None:
         """Runs a cell's next step. Its tokens are known now, and come out when it ends."""
