@@ -1,7 +1,7 @@
 """Measures the cost of a disk tier for 16 streams whose prompts are never found.
 
-One engine serves with its tier and without it, in turns. Two engines in one process differ by up to
-a tenth of their processor time without any tier, as their weights and pages lie elsewhere.
+One engine serves with its tier and without it, in turns. Two engines in one process differ in
+processor time by more than a tier costs, to one side or the other in all turns of a run.
 """
 
 from __future__ import annotations
