@@ -1,4 +1,8 @@
-"""Measures the cost of a disk tier for 16 streams whose prompts are never found."""
+"""Measures the cost of a disk tier for 16 streams whose prompts are never found.
+
+One engine serves with its tier and without it, in turns. Two engines in one process differ in
+processor time by more than a tier costs, to one side or the other in all turns of a run.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,28 @@ import numpy as np
 from kv_tiers.opened_model import med, opened, prompt_of, tier_of, until_stored
 from moe_serve import LLM, SamplingParams
 from moe_serve.engine.request.request import TokenDelta
+from moe_serve.engine.schedule.kv_tier import KVTier
 from moe_serve.engine.schedule.page_tiers import PageTiers
+
+
+@dataclass(frozen=True, slots=True)
+class _TierSwitch:
+    """Takes the tier out of an engine, and puts it back."""
+
+    llm: LLM
+    tier: KVTier
+
+    @classmethod
+    def of(cls, llm: LLM) -> _TierSwitch:
+        return cls(llm, llm._engine._scheduler.tier)  # type: ignore[attr-defined]
+
+    def set(self, is_on: bool) -> None:
+        """Puts the tier in or out, once all pages are stored."""
+        scheduler = self.llm._engine._scheduler  # type: ignore[attr-defined]
+        if scheduler.tier is self.tier:
+            until_stored(self.llm)
+        tier = self.tier if is_on else KVTier()
+        scheduler.tier = scheduler.sharing.tier = scheduler.starter._tier = tier
 
 
 def overhead(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
@@ -23,18 +48,22 @@ def overhead(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
     processor time of the engine's thread and of the one that writes, by stored page."""
     rates: dict[str, list[float]] = {"off": [], "on": []}
     used: dict[str, list[float]] = {"off": [], "on": [], "writer": []}
-    with opened(arguments, None) as off, opened(arguments, folder) as on:
+    with opened(arguments, folder) as llm:
         params = SamplingParams(max_tokens=256, temperature=0.0, ignore_eos=True)
+        switch = _TierSwitch.of(llm)
         for turn in range(-1, arguments.repeat):
-            for name, llm in (("off", off), ("on", on))[:: 1 if turn % 2 else -1]:
-                prompts = [prompt_of(llm, 128, 5000 + turn * 16 + i) for i in range(16)]
+            for name in ("off", "on")[:: 1 if turn % 2 else -1]:
+                switch.set(name == "on")
+                seed = 5000 + turn * 32 + 16 * (name == "on")
+                prompts = [prompt_of(llm, 128, seed + i) for i in range(16)]
                 begin, cpu, writer = time.perf_counter(), time.thread_time(), _writer_s()
                 llm.generate(prompts, params, use_progress_bar=False)
                 if turn >= 0:
                     rates[name].append(16 * 256 / (time.perf_counter() - begin))
                     used[name].append(time.thread_time() - cpu)
                     used["writer"] += [_writer_s() - writer] if name == "on" else []
-        tier = tier_of(on)
+        switch.set(True)
+        tier = tier_of(llm)
     ratios = [a / b for a, b in zip(rates["on"], rates["off"], strict=True)]
     print(f"16 streams, tokens/s with the tier over without: {statistics.median(ratios):.3f}")
     print(f"  {min(ratios):.3f} to {max(ratios):.3f}; {tier.saves} pages")
@@ -123,10 +152,13 @@ def step_times(arguments: argparse.Namespace, folder: Path) -> dict[str, object]
     """Times the steps of 16 streams whose prompts are never found, with and without the tier."""
     steps: dict[str, list[float]] = {"off": [], "on": []}
     params = SamplingParams(max_tokens=256, temperature=0.0, ignore_eos=True)
-    with opened(arguments, None) as off, opened(arguments, folder) as on:
+    with opened(arguments, folder) as llm:
+        switch = _TierSwitch.of(llm)
         for turn in range(-1, arguments.repeat):
-            for name, llm in (("off", off), ("on", on))[:: 1 if turn % 2 else -1]:
-                prompts = [prompt_of(llm, 128, 7000 + turn * 16 + i) for i in range(16)]
+            for name in ("off", "on")[:: 1 if turn % 2 else -1]:
+                switch.set(name == "on")
+                seed = 7000 + turn * 32 + 16 * (name == "on")
+                prompts = [prompt_of(llm, 128, seed + i) for i in range(16)]
                 times = timed_steps(llm, prompts, params)
                 steps[name] += times if turn >= 0 else []
     result = dict[str, object]()

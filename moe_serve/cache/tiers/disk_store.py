@@ -87,7 +87,7 @@ class DiskStore:
         self._reader = DiskReader(
             self._index, page_bytes=page_bytes, geometry=geometry, wall_clock=wall_clock
         )
-        self._is_closing = False
+        self._is_closing = self._is_flushing = False
         self._num_failures = self._written_bytes = 0
         self._num_saves = Counter[str]()
         self._writer = threading.Thread(
@@ -134,6 +134,12 @@ class DiskStore:
             self._queued.add(page.key)
             if len(self._queue) in (1, self._gathered):  # it waits for no other
                 self._changed.notify_all()
+
+    def flush(self) -> None:
+        """See `PageStore.flush`."""
+        with self._changed:
+            self._is_flushing = bool(self._queue)
+            self._changed.notify_all()
 
     def load(self, job: int, keys: Sequence[bytes]) -> None:
         """See `PageStore.load`."""
@@ -237,9 +243,15 @@ class DiskStore:
             while not self._queue and not self._is_closing:
                 if not self._changed.wait(_IDLE_S if self._buffers.is_used else None):
                     self._buffers.trim()
-                elif len(self._queue) < self._gathered and not self._is_closing:
+                elif not (self._is_closing or self._is_flushing or self._has_gathered):
                     self._changed.wait(_GATHER_S)
-            return self._queue.popleft() if self._queue else None
+            page = self._queue.popleft() if self._queue else None
+            self._is_flushing = self._is_flushing and bool(self._queue)
+            return page
+
+    @property
+    def _has_gathered(self) -> bool:
+        return len(self._queue) >= self._gathered
 
     def _keep(self, page: SavedPage) -> None:
         """Writes one page. A failure drops it, and the third in turn ends the writing."""

@@ -113,6 +113,10 @@ class PageStore(Protocol):
         is dropped if the queue is full."""
         ...
 
+    def flush(self) -> None:
+        """Begins to write the queued pages now, and lets no more gather."""
+        ...
+
     def load(self, job: int, keys: Sequence[bytes]) -> None:
         """Queues a run of pages to be read."""
         ...

@@ -121,7 +121,9 @@ class PageTiers(KVTier):
         moment for a load that runs."""
         self._times.begins(schedule.values())
         if not schedule:
-            self._hand_over(_PAGES_PER_STEP)
+            if self._fresh:
+                self._hand_over(_PAGES_PER_STEP)
+                self._store.flush()
             self.loads.wait()
 
     def step_ended(self) -> None:

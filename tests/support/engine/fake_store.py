@@ -48,6 +48,8 @@ class FakeStore:
     def save(self, page: SavedPage) -> None:
         self.pages[page.key], self.parents[page.key] = page.data.copy(), page.parent_key
 
+    def flush(self) -> None: ...
+
     def load(self, job: int, keys: Sequence[bytes]) -> None:
         self.loads.append(list(keys))
         self._running.append((job, self.delay, list(keys)))
