@@ -94,12 +94,12 @@ class ExpertLoop:
         """
         self.failure = None
         order = exchange_order(self._layers, shape.num_micro_batches)
-        exchanges = [Exchange(shape.epoch, shape.step, *each) for each in order]
-        self._layout.begin(exchanges, len(self._names))
         begin = self._serve_step(shape)
+        exchanges = [Exchange(shape.epoch, shape.step, *each) for each in order[begin:]]
+        self._layout.begin(exchanges, len(self._names))
         for layer, micro_batch in order[begin : begin + shape.num_micro_batches]:
             self._post(shape, layer, micro_batch)
-        for index, exchange in enumerate(exchanges[begin:], begin):
+        for index, exchange in enumerate(exchanges, begin):
             layer, micro_batch = exchange.layer, exchange.micro_batch
             following = index + shape.num_micro_batches
             post = order[following] if following < len(order) else None

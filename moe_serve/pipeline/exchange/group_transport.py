@@ -71,16 +71,18 @@ class GroupTransport:
     def begin(self, shape: StepShape) -> None:
         """Begins a step; its shape determines all exchanges."""
         self._shape = shape
-        order = [
-            (layer, micro_batch)
-            for layer, micro_batch in exchange_order(self._layers, len(shape.rows[self._rank]))
-            if shape.planned(self._rank, micro_batch, layer)
-        ]
+        rows = shape.rows[self._rank]
+        order = exchange_order(self._layers, len(rows))
+        if shape.some_layers:
+            order = [(layer, i) for layer, i in order if shape.planned(self._rank, i, layer)]
+        elif not all(rows):
+            order = [(layer, i) for layer, i in order if rows[i]]
         self._left = order[::-1]
         self._told.clear()
         self._rows.clear()
-        exchanges = [self._exchange(layer, micro_batch) for layer, micro_batch in order]
-        self._layout.begin(exchanges, len(self._experts))
+        if self._layout.is_fixed:
+            exchanges = [self._exchange(layer, micro_batch) for layer, micro_batch in order]
+            self._layout.begin(exchanges, len(self._experts))
 
     def dispatch(self, layer: int, micro_batch: int, routed: Routed) -> None:
         """See `Transport.dispatch`. Receives are posted here, so that no sender waits for them."""

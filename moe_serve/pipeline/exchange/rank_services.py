@@ -94,12 +94,14 @@ class RankServices:
     def step_layers(self, layers: Sequence[int]) -> list[ExpertsOfLayer] | None:
         """Returns what serves all of these layers in one call; None if some layer is not for a
         call."""
+        if self._stage.adapters is not None:
+            return None
         found = []
         for layer in layers:
-            bank = self.bank(layer)
-            if bank is None:
+            service, bank = self._service(layer), self._stage.layer(layer).only_bank
+            if service is None or bank is None:
                 return None
-            found.append(ExpertsOfLayer(layer, self._service(layer), bank))
+            found.append(ExpertsOfLayer(layer, service, bank))
         return found
 
     @property

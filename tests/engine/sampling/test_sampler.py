@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 
+from moe_serve.engine.request.constraint import Constraint
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.sequence import Sequence
+from moe_serve.engine.request.thinking_markers import ThinkingMarkers
 from moe_serve.engine.sampling.sampler import (
     Sampled,
     Sampler,
@@ -53,6 +55,40 @@ def draws(count: int = 4000, **params: object) -> list[float]:
 
 def test_greedy_takes_the_largest() -> None:
     assert sample(sequence()).token_id == 3
+
+
+NOT_PLAIN: list[dict[str, object]] = [
+    {"temperature": 0.5},
+    {"logprobs": 0},
+    {"prompt_logprobs": 0},
+    {"logit_bias": {0: 1.0}},
+    {"min_tokens": 1},
+    {"presence_penalty": 0.1},
+    {"frequency_penalty": 0.1},
+    {"repetition_penalty": 1.1},
+    {"allowed_token_ids": (1,)},
+    {"bad_word_ids": ((1, 2),)},
+    {"thinking_token_budget": 3, "thinking_markers": ThinkingMarkers(end=(5,), closings=((5,),))},
+    {"constraint": Constraint("regex", "a")},
+]
+
+
+def test_only_tokens_that_nothing_changes_are_plain() -> None:
+    assert sequence(ignore_eos=True, stop_token_ids=(2,)).is_plain
+    for params in NOT_PLAIN:
+        assert not sequence(**params).is_plain, params
+
+
+def test_plain_tokens_are_those_of_the_usual_way() -> None:
+    """Also of rows that tie, and of rows that are not finite."""
+    rows = LOGITS.repeat(4, 1)
+    rows[1, 1], rows[2, 0], rows[3, 2] = 3.0, float("nan"), float("inf")
+    points = ends_of([sequence() for _ in rows])
+    plain = Sampler(frozenset()).sample(rows, points)
+    usual = Sampler(frozenset()).sample(rows, [*points[:3], *ends_of([sequence(logprobs=0)])])
+    assert plain[:3] == usual[:3]
+    assert (plain[3].token_id, plain[3].is_valid) == (usual[3].token_id, usual[3].is_valid)
+    assert [token.is_valid for token in plain] == [True, True, False, False]
 
 
 def test_logit_bias() -> None:
