@@ -126,9 +126,14 @@ class RooflineCosts:
         of one row, so they read no more keys and activate no more experts."""
         rows = load.num_rows
         is_captured = self._device.has_graphs and not self._layout.is_split
-        if not is_captured or rows != load.num_sequences or rows == (more := captured_rows(rows)):
+        if not is_captured or not 0 < rows == load.num_sequences:
             return load
-        return replace(load, num_rows=more, num_pairs=load.num_pairs * more // rows)
+        more = captured_rows(rows)
+        return (
+            load
+            if more == rows
+            else replace(load, num_rows=more, num_pairs=load.num_pairs * more // rows)
+        )
 
     def _attention_seconds(self, layer: LayerShape, load: BatchLoad) -> float:
         if not load.num_rows:

@@ -103,6 +103,10 @@ def test_decode_steps_have_the_rows_of_a_captured_graph() -> None:
     )
     prompt = BatchLoad.of_parts([0], [9])
     assert seconds(slow, prompt) == seconds(free, prompt)
+    idle = costs("colocated", 2, device=slow).layer_times(
+        [[nine, BatchLoad.decode(0, 0)]], Ranks(num_attention=2, num_experts=2)
+    )
+    assert idle[0].attention_s[0] > 0, "a rank without sequences has no graph"
 
 
 def test_sums_over_two_nodes_cross_the_network_once_for_each_node() -> None:
