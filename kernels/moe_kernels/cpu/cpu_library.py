@@ -53,7 +53,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "moe_stack": (_POINTER, _POINTER),
     "moe_turn": (_POINTER,),
     "moe_service": (_POINTER, _POINTER),
-    "moe_draft": (*[_POINTER] * 5, *[_INT] * 2, _REAL),
+    "moe_draft": (*[_POINTER] * 4, *[_INT] * 2, _REAL),
     "moe_add": (*[_POINTER] * 4, *[_INT] * 2),
     "moe_add_signs": (*[_POINTER] * 2, _INT, *[_POINTER] * 3, *[_INT] * 2),
     "moe_attend_latent": (
