@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moe_kernels.interface.head_drafting import DraftBlock, DraftingParts, HeadDrafting
+from moe_kernels.interface.head_drafting import ABSENT, DraftBlock, DraftingParts, HeadDrafting
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation, Kernels, Linear
 from moe_kernels.interface.quantised_matrix import (
     INT8,
@@ -34,7 +34,6 @@ from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.regular_file import regular_file
 
 HEAD_FILE = "head.safetensors"
-_ABSENT = -1  # in place of a token that was not guessed
 _MOST_INT8, _LEAST_SCALE = 127, 1e-30
 _BLOCK = re.compile(r"blocks\.(\d+)\.(norm|gate|up|down)")
 
@@ -112,13 +111,12 @@ class SpeculationHead:
         """
         if most < 1 or not len(token_ids_S):
             return [Guess((), ())] * len(token_ids_S)
-        found = self._drafting(hidden_SD, token_ids_S, most, least)
-        percent_SM = (100.0 * found.confidences_SM).to(torch.int64).tolist()
-        return [_guess(*pair) for pair in zip(found.tokens_SM.tolist(), percent_SM, strict=True)]
+        drafts = self._drafting(hidden_SD, token_ids_S, most, least).tolist()
+        return [_guess(*draft) for draft in drafts]
 
 
 def _guess(tokens: list[int], percent: list[int]) -> Guess:
-    count = tokens.index(_ABSENT) if tokens[-1] == _ABSENT else len(tokens)
+    count = tokens.index(ABSENT) if tokens[-1] == ABSENT else len(tokens)
     return Guess(tuple(tokens[:count]), tuple(percent[:count]))
 
 

@@ -59,5 +59,6 @@ def head_drafts(head: SpeculationHead, asked: Asked) -> Ints:
     newest_N = asked.last_N3[:, -1].contiguous()
     for start in range(0, len(newest_N), _ROWS_AT_ONCE):
         part = slice(start, start + _ROWS_AT_ONCE)
-        drafts += head.draft(asked.hidden_ND[part], newest_N[part], MOST)
+        guesses = head.draft(asked.hidden_ND[part], newest_N[part], MOST)
+        drafts += [[*guess.token_ids] for guess in guesses]
     return np.asarray(torch.tensor(drafts))

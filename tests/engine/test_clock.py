@@ -13,7 +13,6 @@ DECIDING = ("engine", "cluster/steps", "cluster/rebalance")
 MEASURING = frozenset(
     {
         "engine/build.py",  # seconds of loading
-        "engine/drafting/drafting.py",  # seconds of drafters
         "engine/tracing.py",  # the date in the name of a recording
         "engine/request/matcher.py",  # processor time of one thread
         "engine/sampling/answer_masks.py",  # the cost of a mask

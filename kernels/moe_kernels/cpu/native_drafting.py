@@ -1,6 +1,6 @@
 """A drafting head in the native kernels: one call for all tokens of all sequences.
 
-S sequences, D model width, V vocabulary.
+S sequences, D model width, V vocabulary, M tokens of a draft.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_kernels.cpu.cpu_library import Int, NativeLibrary, Pointer
 from moe_kernels.cpu.native_experts import ExpertTable
 from moe_kernels.cpu.native_linear import NativeLinear
-from moe_kernels.interface.head_drafting import DraftingParts, Guesses
+from moe_kernels.interface.head_drafting import ABSENT, DraftingParts
 
 
 class _BlockStruct(ctypes.Structure):
@@ -67,23 +67,16 @@ class NativeDrafting:
 
     def __call__(
         self, state_SD: Tensor, token_ids_S: Tensor, most: int, least: float = 0.0
-    ) -> Guesses:
+    ) -> Tensor:
         num_rows, width = state_SD.shape
         assert width == self._width and state_SD.is_contiguous(), f"states lie at {state_SD.shape}"
         assert token_ids_S.shape == (num_rows,) and token_ids_S.is_contiguous(), "a token for each"
-        tokens_SM = torch.full((num_rows, most), -1, dtype=torch.int64)
-        confidences_SM = torch.zeros(num_rows, most)
+        drafts_S2M = torch.full((num_rows, 2, most), ABSENT, dtype=torch.int64)
         self._function(
-            self._pointer,
-            state_SD.data_ptr(),
-            token_ids_S.data_ptr(),
-            tokens_SM.data_ptr(),
-            confidences_SM.data_ptr(),
-            num_rows,
-            most,
-            least,
-        )
-        return Guesses(tokens_SM, confidences_SM)
+            self._pointer, state_SD.data_ptr(), token_ids_S.data_ptr(), drafts_S2M.data_ptr(),
+            num_rows, most, least,
+        )  # fmt: skip
+        return drafts_S2M
 
 
 def _native(linear: object) -> NativeLinear:

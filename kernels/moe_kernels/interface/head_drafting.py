@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+ABSENT = -1  # in place of a token that was not guessed
 Layer = Callable[..., Tensor]  # a Linear or an ExpertBank of the set that computes the head
 
 
@@ -41,21 +42,14 @@ class DraftingParts:
     norm_eps: float
 
 
-@dataclass(frozen=True, slots=True)
-class Guesses:
-    """Tokens guessed in turn, and the probability that the head gives to each. A sequence with
-    fewer than M has -1 behind its last one."""
-
-    tokens_SM: Tensor  # int64
-    confidences_SM: Tensor  # fp32
-
-
 class HeadDrafting(Protocol):
-    """States [S, D] and tokens [S] (int64) -> at most `most` likeliest tokens in turn.
+    """States [S, D] and tokens [S] (int64) -> at most `most` likeliest tokens in turn, with the
+    probability that the head gives to each: [S, 2, M], int64, tokens and per cents.
 
-    A sequence ends before the token with which the product of its confidences falls below `least`.
+    A sequence ends before the token with which the product of its probabilities falls below
+    `least`. The places behind have `ABSENT`.
     """
 
     def __call__(
         self, state_SD: Tensor, token_ids_S: Tensor, most: int, least: float = 0.0
-    ) -> Guesses: ...
+    ) -> Tensor: ...

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_kernels.interface.head_drafting import DraftingParts, Guesses
+from moe_kernels.interface.head_drafting import ABSENT, DraftingParts
 from moe_kernels.interface.kernels import Kernels
 
 
@@ -18,8 +18,8 @@ class StepwiseDrafting:
 
     def __call__(
         self, state_SD: Tensor, token_ids_S: Tensor, most: int, least: float = 0.0
-    ) -> Guesses:
-        parts, tokens, confidences = self._parts, list[Tensor](), list[Tensor]()
+    ) -> Tensor:
+        parts, drafted = self._parts, list[Tensor]()
         left_S = torch.ones(len(state_SD), device=state_SD.device)
         is_on_S = torch.ones(len(state_SD), dtype=torch.bool, device=state_SD.device)
         for _ in range(most):
@@ -31,15 +31,13 @@ class StepwiseDrafting:
             left_S = left_S * confidence_S
             if least > 0.0:
                 is_on_S = is_on_S & (left_S >= least)
-            tokens.append(torch.where(is_on_S, token_ids_S, -1))
-            confidences.append(torch.where(is_on_S, confidence_S, 0.0))
+            percent_S = (100.0 * confidence_S.nan_to_num(0.0)).to(torch.int64)
+            drafted.append(
+                torch.where(is_on_S[:, None], torch.stack((token_ids_S, percent_S), 1), ABSENT)
+            )
             if not is_on_S.any():
                 break
-        absent = most - len(tokens)
-        return Guesses(
-            F.pad(torch.stack(tokens, dim=1), (0, absent), value=-1),
-            F.pad(torch.stack(confidences, dim=1), (0, absent)),
-        )
+        return F.pad(torch.stack(drafted, dim=2), (0, most - len(drafted)), value=ABSENT)
 
     def _step(self, state_SD: Tensor, token_ids_S: Tensor) -> Tensor:
         parts, norm, eps = self._parts, self._kernels.rms_norm, self._parts.norm_eps

@@ -8,6 +8,7 @@ from math import log, log1p
 
 Seconds = Callable[[int], float]  # the time of a decode step with so many rows
 _LEAST_GAIN = 1.03  # in speed; drafts that promise less also cost time to make
+_MOST_LONGER = 2.0  # time of a step with certain tokens, over one without drafts
 _MOST_TRIED = 32  # numbers of tokens whose gain is computed, in a large step
 
 
@@ -57,6 +58,32 @@ def choose_lengths(
     if not best:
         return {}
     return _shares(gains, slots[best - 1], best)
+
+
+def with_certain(
+    lengths: Mapping[int, int],
+    certain: Mapping[int, int],
+    num_rows: int,
+    most: int,
+    seconds: Seconds,
+) -> dict[int, int]:
+    """Returns the lengths with more of the drafts whose tokens are certain, of which `certain` has
+    the lengths.
+
+    Such a token costs a row in this step or in a later one, so its row is no further work, and
+    fewer steps are needed. It is left for later only where the step's tokens per second fall, or
+    where the step would take more than twice its time, as others wait for it.
+    """
+    found, step_s = dict(lengths), seconds(num_rows)
+    rows = num_rows + sum(lengths.values())
+    for key, length in certain.items():
+        more = min(length - found.get(key, 0), num_rows + most - rows)
+        if more <= 0:
+            continue
+        longer_s = seconds(rows + more)
+        if longer_s <= _MOST_LONGER * step_s and longer_s / seconds(rows) < 1 + more / rows:
+            found[key], rows = found.get(key, 0) + more, rows + more
+    return found
 
 
 def _gains(survivals: List[float]) -> list[float]:

@@ -8,7 +8,7 @@ from math import exp, log1p
 from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.engine.drafting.acceptance import Acceptance
 from moe_serve.engine.drafting.allowance import DraftingAllowance
-from moe_serve.engine.drafting.budget import choose_lengths
+from moe_serve.engine.drafting.budget import choose_lengths, with_certain
 from moe_serve.engine.drafting.draft import (
     NO_PROPOSALS,
     Draft,
@@ -26,6 +26,7 @@ from moe_serve.engine.request.sequence import Schedule, Sequence, StopRule
 
 Survivals = dict[int, list[float]]  # by sequence id; see `Acceptance.survivals`
 _ENOUGH = 0.6  # share of the longest draft
+_CERTAIN = 0.95  # survival of the last token of a draft that a grammar forces
 _WARM = 0.85  # temperature
 
 
@@ -92,6 +93,13 @@ class Drafting:
         survivals = self._survivals = self._survivals_of(drafts)
         clock, patience = self._clock(), self._patience
         lengths = choose_lengths(survivals, len(schedule), most, self._times.seconds)
+        certain = {
+            key: len(survivals[key])
+            for key, draft in drafts.items()
+            if draft.source is DraftSource.GRAMMAR and survivals[key][-1:] > [_CERTAIN]
+        }
+        if certain:
+            lengths = with_certain(lengths, certain, len(schedule), most, self._times.seconds)
         rest, num_left = drafts.keys() - lengths.keys(), most - sum(lengths.values())
         patience.gains(lengths)
         if rest and num_left and self._allowance.has_spare_rows:

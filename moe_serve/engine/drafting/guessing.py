@@ -11,6 +11,7 @@ Seconds = Callable[[int], float]  # the time of a decode step with so many rows
 _LEAST_GAIN = 1.01  # in speed, above which guessing goes on
 _LEAST_ROUNDS = 8  # guesses of a batch size before its averages count
 _LEAST_WEIGHT = 1 / 32  # of a new measurement
+_COLD = 2.0  # the time by which guesses make steps longer, over their own: caches are cold
 _MOST_SLOWER = 4.0  # a measured time counts as at most this times the average
 _FIRST_REST, _LAST_REST = 32, 1024  # steps without guesses before some are tried again
 _TRIED = 4  # steps in turn that guess then
@@ -43,7 +44,7 @@ class Guessing:
 
     With the averages of the last rounds, guessing pays if
 
-        tokens of a step  >  time of its rows + time of guessing        over a step without drafts
+        tokens of a step  >  time of its rows + 2 x time of guessing        over one without drafts
 
     A drafter that looks up costs next to nothing where it finds nothing, but a network takes its
     time in every step that asks it. So if it does not pay, no step asks, except a few in turn after
@@ -109,13 +110,14 @@ class Guessing:
     def _rest(self, size: _Size, num_sequences: int, seconds: Seconds) -> int:
         """Returns the steps without guesses before some are tried again."""
         cost, _ = _COST_MODEL[self.source]
-        rounds = size.seconds / seconds(num_sequences) if size.num_timed else self._most * cost
+        measured = _COLD * size.seconds / seconds(num_sequences)
+        rounds = measured if size.num_timed else self._most * cost
         return max(size.rest, int(_TRIED * rounds / _TRY_SHARE))
 
     def _pays(self, size: _Size, num_sequences: int, seconds: Seconds) -> bool:
         if size.num_rounds < _LEAST_ROUNDS:
             return self._promises(num_sequences, seconds)
-        time = size.rows_time + size.seconds / seconds(num_sequences)
+        time = size.rows_time + _COLD * size.seconds / seconds(num_sequences)
         return size.tokens > _LEAST_GAIN * time
 
     def _promises(self, num_sequences: int, seconds: Seconds) -> bool:

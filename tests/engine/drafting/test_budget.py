@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moe_serve.engine.drafting.acceptance import Acceptance
 from moe_serve.engine.drafting.allowance import DraftingAllowance
-from moe_serve.engine.drafting.budget import choose_lengths
+from moe_serve.engine.drafting.budget import choose_lengths, with_certain
 from moe_serve.engine.drafting.draft import Draft, DraftSource
 from moe_serve.engine.drafting.patience import Patience
 from moe_serve.engine.drafting.step_times import StepTimes
@@ -57,6 +57,17 @@ def test_one_request_may_not_slow_many_others_for_its_own_speed() -> None:
     assert choose_lengths({0: certain}, 1, 16, lambda n: 0.2 + 0.05 * n) == {0: 16}
     everyone = choose_lengths(dict.fromkeys(range(16), certain), 16, 256, lambda n: 0.5 + 0.03 * n)
     assert len(everyone) == 16 and min(everyone.values()) >= 12
+
+
+def test_tokens_that_are_certain_wait_only_where_the_step_becomes_slow() -> None:
+    certain = dict.fromkeys(range(16), 6)
+    fitting = with_certain({0: 2}, certain, 16, 200, lambda n: 0.7 + 0.3 * n**0.75)
+    assert fitting[0] == 6 and 16 + sum(fitting.values()) < 60, "the step takes at most twice"
+    assert with_certain({}, {0: 6}, 16, 4, lambda n: 1.0) == {0: 4}, "no more than fits"
+    assert with_certain({}, {0: 6}, 1, 16, lambda n: float(n) ** 1.1) == {}, (
+        "tokens per second fall"
+    )
+    assert with_certain({0: 6}, {0: 6}, 1, 16, lambda n: float(n) ** 1.1) == {0: 6}
 
 
 def test_drafts_of_equal_probability_share_what_fits() -> None:

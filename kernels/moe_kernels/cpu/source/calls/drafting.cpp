@@ -68,12 +68,11 @@ static float probability(const T* logits, int64_t count, int64_t place) {
   return 1.0f / sum;
 }
 
-// state [S, D], tokens [S], drafts [S, most], confidences [S, most]. A row ends where the product
-// of its confidences falls below `least`; what it does not draft stays as it is.
+// state [S, D], tokens [S], drafts [S, 2, most]: tokens, and their confidences in per cent. A row
+// ends where the product of its confidences falls below `least`; what it does not draft stays.
 template <class T>
 static void draft(const Drafting& d, const Parts<T>& parts, const T* state, const int64_t* tokens,
-                  int64_t* drafts, float* confidences, int64_t num_rows, int64_t most,
-                  float least) {
+                  int64_t* drafts, int64_t num_rows, int64_t most, float least) {
   static thread_local Scratch state_scratch, x_scratch, y_scratch, token_scratch, logits_scratch,
       ids_scratch, weights_scratch, rows_scratch, left_scratch;
   int64_t size = num_rows * d.width;
@@ -88,7 +87,7 @@ static void draft(const Drafting& d, const Parts<T>& parts, const T* state, cons
   for (int64_t s = 0; s < num_rows; ++s) rows[s] = s;
   for (int64_t j = 0; j < most && num_rows; ++j, state = own) {
     for (int64_t s = 0; s < num_rows; ++s) {
-      int64_t token = j ? drafts[rows[s] * most + j - 1] : tokens[s];
+      int64_t token = j ? drafts[2 * rows[s] * most + j - 1] : tokens[s];
       norm_row((const T*)d.embedding + token * d.width, (const T*)d.token_norm, x + s * d.width,
                d.width, (float)d.eps);
     }
@@ -105,10 +104,11 @@ static void draft(const Drafting& d, const Parts<T>& parts, const T* state, cons
     int64_t num_kept = 0;
     for (int64_t s = 0; s < num_rows; ++s) {
       const T* of_row = logits + s * d.vocab_size;
-      int64_t token = first_largest(of_row, d.vocab_size), at = rows[s] * most + j;
+      int64_t token = first_largest(of_row, d.vocab_size), at = 2 * rows[s] * most + j;
       float confidence = probability(of_row, d.vocab_size, token), product = left[s] * confidence;
       if (least > 0.0f && !(product >= least)) continue;  // of NaN too
-      drafts[at] = token, confidences[at] = confidence;
+      drafts[at] = token;
+      drafts[at + most] = confidence > 0.0f ? (int64_t)(100.0f * confidence) : 0;
       rows[num_kept] = rows[s], left[num_kept] = product;
       if (num_kept < s) std::copy_n(own + s * d.width, d.width, own + num_kept * d.width);
       ++num_kept;
@@ -119,10 +119,9 @@ static void draft(const Drafting& d, const Parts<T>& parts, const T* state, cons
 
 #define EXPORT(T, suffix)                                                                         \
   void moe_draft_##suffix(const Drafting* d, const T* state, const int64_t* tokens,               \
-                          int64_t* drafts, float* confidences, int64_t num_rows, int64_t most,    \
-                          double least) {                                                         \
+                          int64_t* drafts, int64_t num_rows, int64_t most, double least) {        \
     Parts<T> parts{moe_linear_##suffix, moe_experts_##suffix, moe_add_##suffix};                  \
-    draft<T>(*d, parts, state, tokens, drafts, confidences, num_rows, most, (float)least);        \
+    draft<T>(*d, parts, state, tokens, drafts, num_rows, most, (float)least);                     \
   }
 
 extern "C" {
