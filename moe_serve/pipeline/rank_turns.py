@@ -32,7 +32,7 @@ class RankTurns:
     """Runs the layers of a pipeline whose transport is a data group.
 
     A layer runs in parts instead if it is dense, if a policy chooses copies of its experts, if
-    some rows take part in some layers only, and if adapters of rows change more than attention.
+    some rows take part in some layers only, and if rows have adapters.
     """
 
     def __init__(
@@ -115,10 +115,8 @@ class RankTurns:
     def _following(self, layer: int, state: MicroBatchState) -> TurnLayer | None:
         """Returns what a turn needs to know of a layer; None if it is not for a turn."""
         front = self._stage.front(layer)
-        if front is None or state.pieces is not None or isinstance(state.inputs, PartedInputs):
-            return None
-        adapters = state.inputs.adapters
-        if adapters is not None and not adapters.is_attention_alone:
+        has_adapters = state.inputs.adapters is not None or isinstance(state.inputs, PartedInputs)
+        if front is None or state.pieces is not None or has_adapters:
             return None
         if state.layer_away is not None and not state.is_away_by_turn:
             return None
@@ -133,8 +131,7 @@ class RankTurns:
         if not state.plans:  # a shape takes long to look up
             state.plans = [state.inputs.attention[shape] for shape in self._shapes]
         plan = state.plans[self._shape_of[layer]]
-        prepared = None if adapters is None else adapters.prepared
-        return TurnLayer(layer, front, self._cache.layers[layer], plan, copies, prepared)
+        return TurnLayer(front, self._cache.layers[layer], plan, copies)
 
     def _copies_of(self, layer: int, split: RowSplit) -> Any | None:
         if layer not in self._copies:

@@ -62,9 +62,9 @@ class _TurnStruct(ctypes.Structure):
         *((name, Pointer) for name in (
             "shape", "sums", "shared", "front", "plan", "pages", "copies", "rows", "positions",
             "kv_rows", "hidden", "out", "x", "ids", "weights", "numbers", "counts", "sizes",
-            "times", "adapters",
+            "times",
         )),
-        *((name, Int) for name in ("num_rows", "threads", "is_taking", "layer")),
+        *((name, Int) for name in ("num_rows", "threads", "is_taking")),
         ("sums_key", _Key),
         ("rows_key", _Key),
     )  # fmt: skip
@@ -202,8 +202,6 @@ class NativeTurn:
         struct.front, struct.plan = front.pointer, layer.plan.pointer
         struct.pages = ctypes.addressof(front.pages_struct(layer.pages))
         struct.copies = None if layer.copies is None else layer.copies.pointer
-        struct.adapters = None if layer.adapters is None else layer.adapters.pointer
-        struct.layer = layer.number
         self._addresses[1][:] = [*rows]
         struct.rows_key[: len(key)] = key
         self._call()

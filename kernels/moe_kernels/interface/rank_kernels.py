@@ -55,12 +55,10 @@ class TurnLayer:
     """The next layer: its front, the pages and the step's plan of its attention, and the places of
     its experts (None: there is one rank, or the experts' side chooses)."""
 
-    number: int
     front: Any  # a LayerFront of the same kernels
     pages: KVPages
     plan: Any
     copies: Any | None  # as `RankCalls.copies` returns them
-    adapters: Any | None = None  # of the rows, from AdapterKernels.rows; they change no experts
 
 
 class WrongFrameError(Exception):

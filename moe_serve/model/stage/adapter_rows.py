@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -62,12 +61,6 @@ class AdapterWeights:
     rank: int  # the largest of a LoRA; 0: it has none
     number: int = 0  # among the adapters of ranks, for virtual expert ids
     prepared: Any = None  # for layer_front and layer_stack, if the kernels have these
-
-    @cached_property
-    def is_attention_alone(self) -> bool:
-        """Whether it changes nothing but projections of attention."""
-        rest = ((each.experts, each.mlp, each.mlp_additions) for each in self.layers)
-        return self.kind == "lora" and all(part is None for parts in rest for part in parts)
 
 
 class LoadedAdapters(Protocol):
@@ -163,11 +156,6 @@ class AdapterRows:
         self.prepared: Any = None
         if kernels is not None and None not in prepared:
             self.prepared = kernels.rows(index_T, prepared)
-
-    @property
-    def is_attention_alone(self) -> bool:
-        """Whether layer_front computes all that the adapters change."""
-        return self.prepared is not None and all(a.is_attention_alone for a in self._adapters)
 
     @property
     def groups(self) -> tuple[RowGroup, ...]:

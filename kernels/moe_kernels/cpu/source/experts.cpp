@@ -206,8 +206,10 @@ static int64_t experts(const Experts& bank, const T* x, const int64_t* own_ids,
   return 0;
 }
 
-// What adapters add to one MLP that all rows pass: everything is here, as layer 0. `adapters` may be
-// null.
+// One MLP in two halves, so that ranks can share the columns of each: `e` has columns of the gate
+// and up projections (hidden: [T, F of them]), or columns of the down projection (out: [T, D of
+// them]) and the whole hidden layer. Both equal the result of `experts` in these columns, bit for bit.
+// `adapters`: their additions in these columns, which are all here, as layer 0; or null.
 template <class T>
 static Additions<T> additions_to(const Experts& e, const Slots& slots,
                                  const RowAdapters* adapters) {
@@ -217,10 +219,6 @@ static Additions<T> additions_to(const Experts& e, const Slots& slots,
   return added;
 }
 
-// One MLP in two halves, so that ranks can share the columns of each: `e` has columns of the gate
-// and up projections (hidden: [T, F of them]), or columns of the down projection (out: [T, D of
-// them]) and the whole hidden layer. Both equal the result of `experts` in these columns, bit for bit.
-// `adapters`: their additions, in the same columns.
 template <class T>
 static void mlp_hidden(const Experts& e, const T* x, T* hidden, int64_t num_rows,
                        const RowAdapters* adapters) {

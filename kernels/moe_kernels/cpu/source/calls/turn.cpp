@@ -31,8 +31,7 @@ struct Turn {  // mirrored in native_rank_calls.py
   int64_t* counts;         // [R]: their number
   int64_t* sizes;          // [R]: bytes of the frames
   int64_t* times;          // [3] in ns since the call began: summed, attended, filled in; or null
-  const RowAdapters* adapters;  // of the rows, or null; they change no experts
-  int64_t num_rows, threads, is_taking, layer;  // layer: the next one's number, for adapters
+  int64_t num_rows, threads, is_taking;
   uint8_t keys[2][64];  // of the sums that arrive, of the frames to fill in
 };
 
@@ -149,7 +148,7 @@ static int64_t turn(Turn& t, const TurnParts<T>& parts) {
   clock(0);
   if (!t.front) return 0;
   parts.front(t.front, t.plan, hidden, t.positions, t.kv_rows, t.pages, static_cast<T*>(t.out),
-              static_cast<T*>(t.x), t.ids, t.weights, t.num_rows, t.adapters, t.layer);
+              static_cast<T*>(t.x), t.ids, t.weights, t.num_rows, nullptr, 0);
   clock(1);
   for (int64_t r = 0; r < s.num_ranks; ++r) fill_in<T>(t, r);
   std::copy_n(t.keys[1], s.key_bytes, t.keys[0]);
