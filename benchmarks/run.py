@@ -32,6 +32,7 @@ BENCHMARKS = {
     "tracing": "serving.tracing",
     "prefix_replay": "serving.prefix_replay",
     "cells": "serving.cells",
+    "cells_bar": "serving.cells_bar",
     "published_rows": "simulation.published_rows",
     "own_runs": "simulation.own_runs",
     "at_once": "simulation.at_once",

@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,7 @@ from kv_tiers.opened_model import (
 from kv_tiers.page_memory import page_memory
 from kv_tiers.rank_faults import rank_faults, rank_kills
 from kv_tiers.rank_tiers import rank_first_token, rank_step_times
-from kv_tiers.step_costs import overhead, step_times
+from kv_tiers.step_costs import overhead, page_costs, step_times
 from kv_tiers.tier_soak import soak
 from moe_serve import LLM, SamplingParams
 from moe_serve.cache.tiers.segment import Segment
@@ -103,20 +104,33 @@ def slow_disk(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
                 times.append(timed(llm, known))
                 cached.append(timed(llm, known))
                 cold.append(timed(llm, prompt_of(llm, length, 2000 + turn)))
-            loads = tier_of(llm).loads
+            loads, proof = tier_of(llm).loads, _proof_s(llm, length // 16)
             num_bytes = length // 16 * llm.layout.kv_bytes / llm.layout.num_pages
         Segment.read = real  # type: ignore[method-assign]
         transfer, own = num_bytes / (mb_s * 1e6), statistics.median(cached)
         over = {
             name: [each / min(transfer + extra, c) for each, c in zip(times, cold, strict=True)]
-            for name, extra in (("bytes", 0.0), ("own", own))
+            for name, extra in (("bytes", 0.0), ("own", own), ("proof", own + proof))
         }
         later = {name: statistics.median(ratios[1:]) for name, ratios in over.items()}
         print(f"{mb_s:5} MB/s: first {over['bytes'][0]:.2f}, later {later['bytes']:.2f} times the "
               f"better of computing ({med(cold)}) and the bytes; {later['own']:.2f} with a request "
-              f"that finds all in memory ({own * 1e3:.1f} ms); {loads}")  # fmt: skip
+              f"that finds all in memory ({own * 1e3:.1f} ms); {later['proof']:.2f} with digests "
+              f"and copies ({proof * 1e3:.1f} ms), too; {loads}")  # fmt: skip
         result[str(mb_s)] = {"times_s": times, "cold_s": cold, "cached_s": cached, "loads": loads}
     return result
+
+
+def _proof_s(llm: LLM, num_pages: int) -> float:
+    """Returns the seconds that one thread takes to prove and to copy so many pages."""
+    tier = llm._engine._scheduler.tier  # type: ignore[attr-defined]
+    assert isinstance(tier, PageTiers), "the model was opened with a tier"
+    data = np.empty(tier._pages.num_bytes, dtype=np.uint8)
+    begin = time.perf_counter()
+    for page in range(1, num_pages + 1):
+        tier._pages.read(page, data)
+        sha256(data.data).digest()
+    return time.perf_counter() - begin
 
 
 def _throttled(
@@ -204,7 +218,9 @@ def kills(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
     return {"kills": arguments.kills, "failed": failed, "wrong": wrong}
 
 
-_ONE_PROCESS = (first_token, overhead, step_times, slow_disk, restart, kills, soak, page_memory)
+_ONE_PROCESS = (
+    first_token, overhead, page_costs, step_times, slow_disk, restart, kills, soak, page_memory
+)  # fmt: skip
 _RANKS = (rank_first_token, rank_step_times, rank_kills, rank_faults)
 PARTS = {each.__name__: each for each in (*_ONE_PROCESS, *_RANKS)}
 
@@ -220,6 +236,7 @@ def main() -> int:
     parser.add_argument("--pages", type=int, default=1000, help="beside those found, of restart")
     parser.add_argument("--written", type=int, default=30_000, help="pages of page_memory")
     parser.add_argument("--minutes", type=float, default=1.0, help="of the soak")
+    parser.add_argument("--round-s", type=float, default=0.0, help="least time of eight prompts")
     parser.add_argument("--disk-mib", type=int, default=1024, help="bound of the soak")
     parser.add_argument("--budget-mib", type=int, default=16384, help="of a day of the soak")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")

@@ -125,6 +125,7 @@ def soak(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
         while (seconds := time.monotonic() - begin) < arguments.minutes * 60:
             visitors.round()
             rounds += 1
+            time.sleep(max(0.0, begin + seconds + arguments.round_s - time.monotonic()))
             days.add(time.strftime("%Y-%m-%d", time.gmtime()))
             if rounds >= _WARM_ROUNDS and (not rows or seconds > rows[-1].seconds + 5):
                 rows.append(_row(engine, seconds))

@@ -203,9 +203,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--windows", type=int, default=24, help="of 512 tokens")
+    parser.add_argument("--windows", type=int, default=16, help="of 512 tokens")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=60, help="to fit scales; 0: none are fitted")
+    parser.add_argument("--steps", type=int, default=40, help="to fit scales; 0: none are fitted")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     options = parser.parse_args()

@@ -15,33 +15,46 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from harness.machine import measure_limits
 from harness.model_size import read_stored_bytes
+from moe_kernels.cpu.native_stack import NativeStack
 from moe_kernels.interface.layer_stack import StackResult, StackRows
 from moe_serve import LLM, SamplingParams
-from moe_serve.model.step_plan import MicroBatch
-from moe_serve.pipeline.stacked_layers import StackedLayers
-from moe_serve.pipeline.timeline.stage_log import StageLog
 
 _PROMPT = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Times of one decode step in ms; `python`: until the next call."""
+    """Times of one decode step in ms; `python`: until the next call, `python_cpu`: likewise, of
+    the thread that runs the engine."""
 
     layers: float
     head: float
     python: float
+    python_cpu: float
 
     @property
     def outside(self) -> float:
         return self.head + self.python
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of all layers, in ns: the clock and the thread's CPU time at its begin and end, and
+    the clock of its layers."""
+
+    begin: int
+    end: int
+    begin_cpu: int
+    end_cpu: int
+    layers: int
 
 
 def main() -> int:
@@ -70,39 +83,40 @@ def main() -> int:
                 f"reads {read_gb_s:.1f} GB/s; layers {speed:.1f} GB/s ({speed / read_gb_s:.0%}), "
                 f"at best {best:.1f} ({best / read_gb_s:.0%})\n"
             )
-            for name in ("layers", "head", "python", "outside"):
+            for name in ("layers", "head", "python", "python_cpu", "outside"):
                 _print_line(name, sorted(getattr(step, name) for step in steps))
     return 0
 
 
-def _noted_calls() -> list[tuple[int, int, StackResult]]:
-    """Returns a list that gets the begin, the end and the result of every call from now on."""
-    calls: list[tuple[int, int, StackResult]] = []
+def _noted_calls() -> list[Call]:
+    """Returns a list that gets every call of the layers from now on."""
+    calls: list[Call] = []
+    original = NativeStack.__call__
 
-    def run(
-        self: StackedLayers, batch: MicroBatch, log: StageLog, *, has_choices: bool
-    ) -> StackResult:
-        rows = StackRows()
-        for piece in batch.slices:
-            rows.add(piece.start, piece.token_ids, piece.page_table, piece.num_logits)
-        begin = time.perf_counter_ns()
-        result = self.call(rows, has_choices=has_choices, has_times=True)
-        calls.append((begin, time.perf_counter_ns(), result))
-        return result
+    def run(self: NativeStack, rows: StackRows, **options: Any) -> StackResult:
+        begin, begin_cpu = time.perf_counter_ns(), time.thread_time_ns()
+        result = original(self, rows, **options | {"has_times": True})
+        assert result.times is not None, "every call is timed"
+        layers = int(result.times[-1, -1] - result.times[0, 0])
+        calls.append(Call(begin, time.perf_counter_ns(), begin_cpu, time.thread_time_ns(), layers))
+        return replace(result, times=None)  # as nobody has asked for them
 
     noted: Callable[..., StackResult] = run
-    StackedLayers.run = noted  # type: ignore[method-assign]
+    NativeStack.__call__ = noted  # type: ignore[method-assign]
     return calls
 
 
-def _steps(calls: list[tuple[int, int, StackResult]]) -> list[Step]:
+def _steps(calls: list[Call]) -> list[Step]:
     """Returns the decode steps but for the last, which has no next one."""
-    steps = []
-    for (begin, end, result), (following, *_) in zip(calls[1:], calls[2:], strict=False):
-        assert result.times is not None, "every call was timed"
-        layers = int(result.times[-1, -1] - result.times[0, 0])
-        steps.append(Step(layers / 1e6, (end - begin - layers) / 1e6, (following - end) / 1e6))
-    return steps
+    return [
+        Step(
+            call.layers / 1e6,
+            (call.end - call.begin - call.layers) / 1e6,
+            (following.begin - call.end) / 1e6,
+            (following.begin_cpu - call.end_cpu) / 1e6,
+        )
+        for call, following in zip(calls[1:], calls[2:], strict=False)
+    ]
 
 
 def _print_line(name: str, times: list[float]) -> None:

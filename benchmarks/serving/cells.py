@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,16 +41,19 @@ LAYOUTS = {
     "two replicas": "2x(1A1E)",
     "one cell": "1x(1A1E)",
 }
+Options = argparse.Namespace | SimpleNamespace
 _names = itertools.count()
 
 
 def engine_of(
-    options: argparse.Namespace, layout: str, hand_over: HandOverName = "always"
+    options: Options, layout: str, hand_over: HandOverName = "always", prefill_nice: int = 0
 ) -> DrivenEngine:
     config = EngineConfig(
         model=ModelConfig(path=options.model, num_threads=1),
         scheduler=SchedulerConfig(max_batched_tokens=options.chunk),
-        cells=CellsConfig(layout=layout, hand_over=hand_over, min_tokens=64),
+        cells=CellsConfig(
+            layout=layout, hand_over=hand_over, min_tokens=64, prefill_nice=prefill_nice
+        ),
     )
     return build_any_engine(config).engine
 
@@ -63,7 +67,7 @@ def request(num_tokens: int, max_tokens: int, seed: int) -> GenerationRequest:
     )
 
 
-def run_streams(engine: DrivenEngine, options: argparse.Namespace, seed: int) -> dict[str, float]:
+def run_streams(engine: DrivenEngine, options: Options, seed: int) -> dict[str, Any]:
     """Streams generate while prompts arrive, for some seconds."""
     begin = time.monotonic()
     end, last, gaps, num_tokens = begin + options.seconds, dict[str, float](), list[float](), 0
@@ -100,19 +104,21 @@ def run_streams(engine: DrivenEngine, options: argparse.Namespace, seed: int) ->
         "gap_p50_ms": 1e3 * p50,
         "gap_p99_ms": 1e3 * p99,
         "tokens_per_s": num_tokens / options.seconds,
+        "gaps": gaps,
     }
 
 
 def streams_part(options: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in LAYOUTS}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in LAYOUTS}
     with ExitStack() as opened:
         engines = {}
         for name, layout in LAYOUTS.items():
             engines[name] = engine_of(options, layout)
             opened.callback(engines[name].close)
         for turn in range(options.rounds):
-            for name in _rotated(list(LAYOUTS), turn):
-                found[name].append(run_streams(engines[name], options, turn))
+            for name in rotated(list(LAYOUTS), turn):
+                run = run_streams(engines[name], options, turn)
+                found[name].append({key: value for key, value in run.items() if key != "gaps"})
     print(f"{'layout':20}{'gap P50, ms':>13}{'gap P99, ms':>13}{'tokens/s':>11}")
     for name, runs in found.items():
         figures = [statistics.median(run[key] for run in runs) for key in runs[0]]
@@ -123,7 +129,8 @@ def streams_part(options: argparse.Namespace) -> dict[str, Any]:
     return {"runs": found, "p99_ratio": ratio}
 
 
-def _rotated(names: list[str], turn: int) -> list[str]:
+def rotated(names: list[str], turn: int) -> list[str]:
+    """Returns the order of a round, in which each comes first in turn."""
     place = turn % len(names)
     return names[place:] + names[:place]
 

@@ -39,6 +39,7 @@ class Served:
     stored_bytes: int
     read_gb_s: float  # just before the server started
     ready_s: float
+    num_prompt: int  # tokens
     prompt_s: float  # of the first answer's only token
     decode_tok_s: float  # one stream
     step_bytes: float  # of one row
@@ -67,7 +68,8 @@ def main() -> int:
         )
         return 2
     read_gb_s = measure_limits(arguments.threads).read_gb_s
-    options = f"{arguments.model} --num-threads {arguments.threads} --max-model-len 1024"
+    longest = max(1024, arguments.prompt + arguments.output + 1)
+    options = f"{arguments.model} --num-threads {arguments.threads} --max-model-len {longest}"
     settings = {
         "MOE_SERVE_MODEL_LOW_BIT_PRODUCTS": arguments.products,
         "MOE_SERVE_CACHE_MEMORY_BYTES": str(_CACHE_BYTES),
@@ -98,6 +100,7 @@ def measure(
         stored_bytes=stored.total,
         read_gb_s=read_gb_s,
         ready_s=server.ready_s,
+        num_prompt=arguments.prompt,
         prompt_s=seconds[0],
         decode_tok_s=arguments.output / (seconds[2] - seconds[1]),
         step_bytes=stored.of_step(1),
@@ -111,7 +114,8 @@ def print_served(served: Served) -> None:
     gib = 2**30
     sys.stdout.write(
         f"checkpoint {served.stored_bytes / 1e9:.2f} GB, ready after {served.ready_s:.0f} s, first "
-        f"answer after {served.prompt_s:.2f} s\n"
+        f"answer after {served.prompt_s:.2f} s: prompt of {served.num_prompt} tokens at "
+        f"{served.num_prompt / served.prompt_s:.1f} tok/s\n"
         f"one stream {served.decode_tok_s:.2f} tok/s, {served.step_bytes / 1e9:.2f} GB a step: "
         f"{served.byte_share:.0%} of {served.read_gb_s:.1f} GB/s\n"
         f"peak {served.peak_bytes / gib:.2f} GiB with {served.kv_bytes / gib:.2f} GiB of cache: "

@@ -1,16 +1,23 @@
 """Compares runs of the real engine on this machine with simulations of the same runs.
 
     python benchmarks/run.py own_runs
+    python benchmarks/run.py own_runs --only "long.*open" --seconds 8     # four of the runs
     python benchmarks/run.py own_runs --cpu-time --seconds 1     # rough, on a busy machine
 
 The runs go through one engine in this process, so HTTP is not in them. Whole steps are calibrated
 before, between and after the runs. A run is simulated with the calibrations before and after it,
 and does not count if these differ by more than 5%.
+
+Two more figures of a run tell errors of the costs from those of the queue. `same steps` compares
+the measured and the predicted seconds of the steps that were really run. `+5%` is the change of the
+simulated median TPOT if all steps were 5% longer: in an open loop, requests then stay longer, more
+of them share a step, and the steps become longer still.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -39,6 +46,8 @@ LIMITS = {"64/1024": (64, 1024), "16/256": (16, 256)}  # requests / tokens of a 
 CLOSED, OPEN = (1, 4, 16, 32), (0.5, 0.8)  # requests at once; shares of the capacity
 _DRIFT, _EVERY = 0.05, 2  # runs between calibrations
 _FULL = 32  # requests at once at which the capacity is simulated
+_LONGER = 1.05
+_TIMES = ("alpha_s", "row_s", "kv_token_s", "pair_s", "expert_s", "sequence_s")
 _TYPICAL = (BatchLoad.decode(1, 200), BatchLoad.decode(16, 200), BatchLoad.of_parts([0], [400]))
 
 
@@ -76,12 +85,16 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """The figures of a run and of its simulation; `drift`: of the calibrations around it."""
+    """The figures of a run and of its simulation. `drift`: of the calibrations around it;
+    `same_steps`: error of the costs for the steps that were really run; `if_longer`: change of the
+    simulated median TPOT with steps that are 5% longer."""
 
     case: Case
     real: Summary
     simulated: Summary
     drift: float
+    same_steps: float
+    if_longer: float
 
     def errors(self) -> dict[str, float]:
         real, simulated = figures(self.real), figures(self.simulated)
@@ -131,7 +144,9 @@ class Bench:
         whole, _ = fit_whole_steps(self._costs.experts, samples)
         return replace(self._costs, whole=whole)
 
-    def real(self, case: Case, slots: Sequence[Slot]) -> list[RequestRecord]:
+    def real(
+        self, case: Case, slots: Sequence[Slot]
+    ) -> tuple[list[RequestRecord], list[StepSample]]:
         return run_for_real(self._model, slots, case.concurrency, case.scheduler, self._clock)
 
     def simulated(
@@ -161,6 +176,15 @@ class Bench:
         return case.slots(max(20, round(case.share * rate * seconds)), case.share * rate)
 
 
+def slower(costs: StageCosts, factor: float) -> StageCosts:
+    """Returns costs with whole steps that take `factor` times as long."""
+    whole = costs.whole
+    assert whole is not None, "these costs were calibrated"
+    times = {name: factor * getattr(whole, name) for name in _TIMES}
+    few_rows_s = tuple(factor * each for each in whole.few_rows_s)
+    return replace(costs, whole=replace(whole, few_rows_s=few_rows_s, **times))
+
+
 def drift_between(a: StageCosts, b: StageCosts) -> float:
     ratios = [b.colocated_time(load) / a.colocated_time(load) for load in _TYPICAL]
     return max(abs(ratio - 1) for ratio in ratios)
@@ -175,12 +199,24 @@ def compare_all(bench: Bench, wanted: Sequence[Case], seconds: float) -> list[Co
         part = [
             (case, bench.sized(case, costs, seconds)) for case in wanted[first : first + _EVERY]
         ]
-        real = [summarize(bench.real(case, slots)) for case, slots in part]
+        real = [bench.real(case, slots) for case, slots in part]
         after = bench.calibrate(seconds / 4)
         both, drift = bench.costs([*before, *after]), drift_between(costs, bench.costs(after))
-        for (case, slots), summary in zip(part, real, strict=True):
+        for (case, slots), (records, steps) in zip(part, real, strict=True):
             simulated = bench.simulated(case, slots, both, case.concurrency)
-            found.append(Compared(case=case, real=summary, simulated=simulated, drift=drift))
+            longer = bench.simulated(case, slots, slower(both, _LONGER), case.concurrency)
+            found.append(
+                Compared(
+                    case=case,
+                    real=summarize(records),
+                    simulated=simulated,
+                    drift=drift,
+                    same_steps=sum(both.colocated_time(each.load) for each in steps)
+                    / sum(each.seconds for each in steps)
+                    - 1,
+                    if_longer=figures(longer)["TPOT P50"] / figures(simulated)["TPOT P50"] - 1,
+                )
+            )
             show(found[-1])
         before = after
     return found
@@ -191,7 +227,8 @@ def show(each: Compared) -> None:
         f"{value:9.1f}{each.errors()[name]:>+6.0%}" for name, value in figures(each.real).items()
     ]
     drift = f"  drift {each.drift:.0%}" if each.drift > _DRIFT else ""
-    print(f"{each.case.name:26}{''.join(cells)}{drift}", flush=True)
+    causes = f"{each.same_steps:>+12.0%}{each.if_longer:>+6.0%}"
+    print(f"{each.case.name:26}{''.join(cells)}{causes}{drift}", flush=True)
 
 
 def conclude(found: Sequence[Compared]) -> None:
@@ -201,6 +238,9 @@ def conclude(found: Sequence[Compared]) -> None:
         for name in figures(found[0].real) if runs else ():
             errors = [abs(each.errors()[name]) for each in runs]
             print(f"  {name:10} median {statistics.median(errors):6.1%}  worst {max(errors):6.1%}")
+        if runs:
+            errors = [abs(each.same_steps) for each in runs]
+            print(f"  same steps median {statistics.median(errors):6.1%}  worst {max(errors):6.1%}")
         for percentile in ("p50", "p99"):
             missed = [
                 each
@@ -216,6 +256,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=Path("moe_serve/demo_model"))
     parser.add_argument("--seconds", type=float, default=3.0, help="of each run")
     parser.add_argument("--most", type=int, help="run only so many cases")
+    parser.add_argument("--only", default="", help="run the cases whose names match, as a pattern")
     parser.add_argument(
         "--cpu-time", action="store_true", help="count CPU time, for busy machines: rough"
     )
@@ -226,7 +267,11 @@ def main() -> int:
     clock = time.thread_time if arguments.cpu_time else time.perf_counter
     names = "".join(f"{name:>15}" for name in ("tokens/s", "TPOT P50", "TPOT P99", "E2E P50",
                                                "TTFT P50", "TTFT P99"))  # fmt: skip
-    print(f"{'run (measured, error)':26}{names}")
-    conclude(compare_all(Bench(model, costs, clock), list(cases())[: arguments.most],
-                         arguments.seconds))  # fmt: skip
+    print(f"{'run (measured, error)':26}{names}{'same steps':>12}{'+5%':>6}")
+    wanted = [each for each in cases() if re.search(arguments.only, each.name)][: arguments.most]
+    if not wanted:
+        parser.error(
+            f"no run matches --only {arguments.only!r}: they are called 'long 64/1024 ...'"
+        )
+    conclude(compare_all(Bench(model, costs, clock), wanted, arguments.seconds))
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from moe_serve.bench.figures.request_record import RequestRecord
 from moe_serve.bench.simulated_requests import jobs_of, record_of
@@ -20,7 +20,7 @@ from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.sampling.sampler import Sampler
 from moe_serve.planning.measured_model import MeasuredModel
 from moe_serve.planning.natural_steps import measured_engine
-from moe_serve.planning.whole_steps import one_call_pipeline
+from moe_serve.planning.whole_steps import NotingExecutor, StepSample, one_call_pipeline
 from moe_serve.simulate.steps_ahead import RequestTimes, SimulatedRequest
 
 _VOCABULARY = 256  # ids that every model has
@@ -45,15 +45,26 @@ def run_for_real(
     concurrency: int | None,
     scheduler: SchedulerConfig,
     source: Clock = time.perf_counter,
-) -> list[RequestRecord]:
-    """Serves all requests; see `World.run`."""
-    return serve(engine_in_process(model, scheduler), slots, concurrency, source)
+) -> tuple[list[RequestRecord], list[StepSample]]:
+    """Serves all requests; see `World.run`. Returns the steps, too."""
+    executor = NotingExecutor(one_call_pipeline(model), _sampler(model))
+    steps: list[StepSample] = []
+
+    def note(seconds: float) -> None:
+        steps.append(StepSample(executor.load, seconds))
+
+    engine = measured_engine(executor, model, scheduler)
+    return serve(engine, slots, concurrency, source, note), steps
 
 
 def engine_in_process(model: MeasuredModel, scheduler: SchedulerConfig) -> Engine:
     """Builds the engine of one process."""
-    executor = LocalExecutor(one_call_pipeline(model), Sampler(frozenset(model.spec.eos_token_ids)))
+    executor = LocalExecutor(one_call_pipeline(model), _sampler(model))
     return measured_engine(executor, model, scheduler)
+
+
+def _sampler(model: MeasuredModel) -> Sampler:
+    return Sampler(frozenset(model.spec.eos_token_ids))
 
 
 def serve(
@@ -61,8 +72,10 @@ def serve(
     slots: Sequence[Slot],
     concurrency: int | None,
     source: Clock = time.perf_counter,
+    on_step: Callable[[float], None] = lambda seconds: None,
 ) -> list[RequestRecord]:
-    """Serves all requests on an engine that has none, and waits for their ends."""
+    """Serves all requests on an engine that has none, and waits for their ends. `on_step` gets the
+    seconds of every step."""
     jobs = deque(jobs_of(slots, 0))
     clock, running = SkippingClock(source), dict[str, RequestTimes]()
     done: list[RequestRecord] = []
@@ -75,8 +88,10 @@ def serve(
                 clock.skip_to(jobs[0].at_s)
             while jobs and jobs[0].at_s <= clock():
                 _send(engine, jobs[0], jobs.popleft().at_s, running)
+        begin = clock()
         deltas = engine.step()
         now = clock()
+        on_step(now - begin)
         for delta in deltas:
             times = running[delta.request_id]
             times.token_times.extend((now,) * len(delta.token_ids))

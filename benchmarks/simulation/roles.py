@@ -4,8 +4,9 @@
     python benchmarks/run.py roles --only formulas     # without the simulations
 
 The ratio of prefill to decode cells follows from the tokens of a load and the rates of a cell. The
-runs are closed loops on cells of whole devices; their servers are TensorRT-LLM and SGLang, and
-nothing was fitted to these rows. The one with 1 152 at once takes minutes: `--only all`.
+runs are closed loops of InferenceX, with the layouts that it published; their servers are
+TensorRT-LLM and SGLang, and nothing was fitted to these rows. `8D tp8`: one attention rank on eight
+devices; `8D`: a rank on each. The one with 1 152 at once takes minutes: `--only all`.
 """
 
 from __future__ import annotations
@@ -42,13 +43,14 @@ LOADS = {
     "512 in, 256 out": (512.0, 256.0, 0.6),
 }
 _MANY = 1000  # requests at once
+_SHORTEST = 0.8  # of the longest prompt or answer: lengths are even from there
 DAY_IN, DAY_OUT, DAY_NODES = 608e9, 168e9, 226.75  # tokens of DeepSeek's day
 DAY_RATES = 73_700.0, 14_800.0  # tokens/s of a node in the mean of that day
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:
-    """A published run. `ttft_ms`, `tpot_ms`: means."""
+    """A published run. `prompt`, `output`: the longest; `ttft_ms`, `tpot_ms`: means."""
 
     name: str
     device: str
@@ -63,13 +65,13 @@ class MeasuredRun:
 
 RUNS = (
     MeasuredRun(name="SGLang, 1P + 1D, 8K/1K, 128 at once", device="h200",
-                cells="1x(8D tp8 prefill) 1x(8D tp8 decode)", prompt=8192, output=1024,
+                cells="1x(8D tp8 prefill) 1x(8D decode)", prompt=8192, output=1024,
                 concurrency=128, requests=256, ttft_ms=3644, tpot_ms=40.6),
     MeasuredRun(name="TRT-LLM, 1P + 9D, 1K/1K, 1152 at once", device="h200",
-                cells="1x(8D tp8 prefill) 9x(8D tp8 decode)", prompt=1024, output=1024,
+                cells="1x(8D prefill) 9x(8D decode)", prompt=1024, output=1024,
                 concurrency=1152, requests=2304, ttft_ms=3288, tpot_ms=34.8),
     MeasuredRun(name="TRT-LLM, 1P + 3D of 16, 1K/1K, 30 at once", device="h100",
-                cells="1x(16D tp16 prefill) 3x(16D tp16 decode)", prompt=1024, output=1024,
+                cells="1x(16D prefill) 3x(16D tp16 decode)", prompt=1024, output=1024,
                 concurrency=30, requests=60, ttft_ms=5052, tpot_ms=19.9),
 )  # fmt: skip
 
@@ -115,8 +117,8 @@ def show_run(run: MeasuredRun) -> None:
     workload = Workload(
         seed=0,
         concurrency=run.concurrency,
-        prompt_tokens=Lengths(low=run.prompt, high=run.prompt),
-        output_tokens=Lengths(low=run.output, high=run.output),
+        prompt_tokens=Lengths(low=int(_SHORTEST * run.prompt), high=run.prompt),
+        output_tokens=Lengths(low=int(_SHORTEST * run.output), high=run.output),
         num_requests=run.requests,
     )
     first = plans[0]

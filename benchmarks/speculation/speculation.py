@@ -13,8 +13,8 @@ client sends the answer with some tokens edited), `schema` (JSON with long keys)
 without loops), `wrong` (drafts that are never right), `auto` (the controller beside fixed lengths),
 `head` (a trained head), `self` (the model itself with fewer experts). `auto` compares on repeated
 requests and on natural text, and prints below the table which share of the best length it reaches.
-`ranks` runs repeated requests on 1A1E and in one process, and `time` measures what looking for
-drafts costs.
+`ranks` runs repeated requests on 1A1E and in one process, `time` measures what looking for drafts
+costs, and `head-limit` computes the most that the head's guesses can gain.
 
 A model with random weights can run `oracle` and `random-prediction` only, as its answers mean
 nothing. `oracle` also prints which share of (K + 1) / v(K + 1) the engine reaches, with v of the
@@ -25,12 +25,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from expert_memory.expert_memory import Tier, expert_bytes, slow_weights
 from harness.environment import describe_environment, write_report
+from moe_serve.clock import REAL_CLOCK
 from moe_serve.config.sections import SpeculationMethod
 from moe_serve.engine.drafting.drafting import Drafting
 from moe_serve.engine.drafting.oracle import Oracle
@@ -39,6 +41,7 @@ from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
 
 from .drafting_time import drafting_times
+from .head_limit import head_limits
 from .ranks import gains_by_layout
 from .turns import Bench, Comparison, line
 from .workloads import loops, natural, random_prompts, structured, with_predictions
@@ -113,7 +116,7 @@ class _Parts:
             warm = self._bench.drafting(method="auto")
             yield self._compare(
                 f"natural text, T = {temperature}",
-                lambda number, t=temperature: self._unlooped(t, number),  # type: ignore[misc]
+                lambda number, t=temperature: self.unlooped(t, number),  # type: ignore[misc]
                 lambda warm=warm: warm,  # type: ignore[misc]
             )
 
@@ -130,7 +133,7 @@ class _Parts:
             warm = self._bench.drafting(method=method)
             yield self._compare(
                 f"{method}, T = {temperature}",
-                lambda number, t=temperature: self._unlooped(t, number),  # type: ignore[misc]
+                lambda number, t=temperature: self.unlooped(t, number),  # type: ignore[misc]
                 lambda warm=warm: warm,  # type: ignore[misc]
             )
 
@@ -189,9 +192,10 @@ class _Parts:
             vocab_size=self._vocab_size,
             max_tokens=most,
             is_adaptive=is_adaptive,
+            clock=self._bench.clock,
         )
 
-    def _unlooped(self, temperature: float, number: int) -> list[GenerationRequest]:
+    def unlooped(self, temperature: float, number: int) -> list[GenerationRequest]:
         """Returns a request whose answer does not end in a loop."""
         for first in range(number * _NUM_PROMPTS, (number + 1) * _NUM_PROMPTS):
             asked = natural(self._text, 1, _TOKENS, temperature, first=first + number)
@@ -204,7 +208,7 @@ class _Parts:
         raise RuntimeError("every answer loops")
 
 
-AUTO, RANKS, TIME = "auto", "ranks", "time"
+AUTO, RANKS, TIME, LIMIT = "auto", "ranks", "time", "head-limit"
 PARTS = {
     "oracle": _Parts.oracle,
     "repeated": _Parts.repeated,
@@ -223,7 +227,7 @@ _USUAL = ("oracle", "repeated", "prediction", "schema", "natural", "wrong", "aut
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", help="checkpoint with random weights (default: demonstration)")
-    parts_help = f"some of {','.join(PARTS)}; or {RANKS} or {TIME} alone"
+    parts_help = f"some of {','.join(PARTS)}; or {RANKS}, {TIME} or {LIMIT} alone"
     parser.add_argument("--parts", default=None, help=parts_help)
     parser.add_argument("--rounds", type=int, default=5, help="turns of each kind (default 5)")
     parser.add_argument("--threads", type=int, default=1, help="kernel threads (default 1)")
@@ -232,12 +236,18 @@ def main() -> int:
     parser.add_argument("--expert-memory", type=float, help="share of the experts in memory")
     parser.add_argument("--latency-us", type=float, default=0.0, help="of an expert tensor's read")
     parser.add_argument("--gigabytes-per-s", type=float, default=float("inf"), help="of reads")
+    busy_help = "the controller measures processor time, as other programs use this machine"
+    parser.add_argument("--busy", action="store_true", help=busy_help)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     if options.parts in (RANKS, TIME):
         of_ranks = options.parts == RANKS
         rounds, threads = options.rounds, options.threads
         for text in gains_by_layout(rounds, threads) if of_ranks else drafting_times(rounds):
+            print(text, flush=True)
+        return 0
+    if options.parts == LIMIT:
+        for text in head_limits_of(options):
             print(text, flush=True)
         return 0
     wanted = (options.parts or ("oracle" if options.model else ",".join(_USUAL))).split(",")
@@ -267,6 +277,18 @@ def main() -> int:
         print(_experts_line(bench, parts))
     write_report(options.json, {**environment, "figures": [asdict(each) for each in found]})
     return 0
+
+
+def head_limits_of(options: argparse.Namespace) -> Iterator[str]:
+    """Yields the lines of the part `head-limit`."""
+    bench = _bench(options, ["head"])
+    tokenizer = Tokenizer.load(bench.built.layout.folder)
+    parts = _Parts(bench, tokenizer, options.rounds, ())
+    kinds = {
+        f"T = {temperature}": lambda number, t=temperature: parts.unlooped(t, number)
+        for temperature in (0.0, 0.7)
+    }
+    yield from head_limits(bench, kinds, options.rounds)
 
 
 def _experts_line(bench: Bench, parts: _Parts) -> str:
@@ -307,6 +329,7 @@ def _bench(options: argparse.Namespace, wanted: Sequence[str]) -> Bench:
         self_experts=options.self_experts,
         expert_memory_bytes=num_bytes,
         open_weights=slow_weights(tier),
+        clock=time.thread_time if options.busy else REAL_CLOCK,
     )
 
 

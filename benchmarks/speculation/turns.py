@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.config.sections import (
     CacheConfig,
     EngineConfig,
@@ -86,8 +87,10 @@ class Bench:
         self_experts: int = 2,
         expert_memory_bytes: int | None = None,
         open_weights: OpenWeights = open_checkpoint,
+        clock: Clock = REAL_CLOCK,
     ) -> None:
-        """`self_experts` are those of a token while the model drafts for itself."""
+        """`self_experts` are those of a token while the model drafts for itself. `clock` is what
+        the controller measures with."""
         self.config = EngineConfig(
             model=ModelConfig(
                 path=model,
@@ -106,7 +109,10 @@ class Bench:
         self.engine = self.built.engine
         executor = self.engine._executor
         assert isinstance(executor, LocalExecutor), "steps run in this process"
-        self._executor, self._step_drafter = executor, executor.drafter
+        self._executor, self.step_drafter = executor, executor.drafter
+        self.clock = clock
+        if self.step_drafter is not None:
+            self.step_drafter.clock = clock
         self._forward_s, run = 0.0, executor.runner.run
 
         def timed(plan: StepPlan) -> Tensor:
@@ -121,13 +127,13 @@ class Bench:
         """Returns a fresh drafting with changed settings."""
         section = replace(self.config.speculation, **changes)  # type: ignore[arg-type]
         stop, vocab_size = self.engine.stop_rule, self.built.layout.vocab_size
-        return drafting_maker(section, vocab_size, stop)()
+        return drafting_maker(section, vocab_size, stop, self.clock)()
 
     def turn(self, requests: Sequence[GenerationRequest], drafting: Drafting | None) -> Turn:
         """Runs the requests to their ends."""
         engine, answers = self.engine, {r.request_id: list[int]() for r in requests}
-        engine.drafts.use(drafting)
-        self._executor.drafter = None if drafting is None else self._step_drafter
+        engine.drafts.use(drafting, self.clock)
+        self._executor.drafter = None if drafting is None else self.step_drafter
         before = engine.stats().counts.drafts
         for request in requests:
             engine.add(request)

@@ -29,6 +29,7 @@ def find_capacity(run: SimulatedRun) -> float:
         run,
         workload=replace(run.workload, trace=together, tiers=None, duration_s=None),
         settings=replace(settings, scheduler=scheduler),
+        cells=None if run.cells is None else run.cells.with_scheduler(scheduler),
         timeline=None,
         slo=None,
     )

@@ -15,6 +15,7 @@ from itertools import cycle
 
 import numpy as np
 
+from moe_serve.bench.figures.request_record import RequestRecord
 from moe_serve.bench.figures.summary import Goodput, Slo
 from moe_serve.bench.simulated_cells import serve_cells
 from moe_serve.bench.simulated_requests import jobs_of, record_of
@@ -31,7 +32,8 @@ _COUNTS = (1, 2, 4)  # cells that are simulated; more are filled like four
 _REQUESTS = 120  # for each cell
 _HALVINGS = 5
 _POOL_LOAD = 0.7  # of cells with a role: not simulated, as the roles depend on each other
-_MAX_SEQUENCES = 64
+_SEATS_CELLS = 2  # cells whose seats are counted
+_LEAST_LOAD = 0.01
 
 Progress = Callable[[str], None]
 
@@ -108,28 +110,53 @@ def _loads(
     found: dict[int, float] = {}
     for count in _COUNTS:
         some = replace(setup, plans=(plan,) * count)
-        low, high = 0.0, 1.2
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            rate = middle * count / per_request_s
-            share = _attained(some, slots, rate, wanted.slo)
-            low, high = (middle, high) if share >= wanted.attainment else (low, middle)
-        found[count] = low
+        found[count] = load = _most_load(some, slots, wanted, per_request_s)
         progress(
-            f"{count} cells keep {wanted.slo} up to {low * count / per_request_s:.3f} requests/s"
+            f"{count} cells keep {wanted.slo} up to {load * count / per_request_s:.3f} requests/s"
         )
     one, two, four = (max(found[count], 1e-3) for count in _COUNTS)
     return one, max(one, two), max(one, (two + four) / 2), max(one, four)
 
 
-def _attained(setup: CellsSetup, slots: Sequence[Slot], rate: float, slo: Slo) -> float:
-    """Returns the share of requests within the limits; few slots are used again and again, as a
-    queue builds up slowly."""
+def most_seats(
+    setup: CellsSetup, slots: Sequence[Slot], wanted: Wanted, progress: Progress
+) -> float | None:
+    """Returns the largest mean share of taken seats at which two cells keep the limits; None for
+    cells with roles, which depend on each other."""
+    plan, means = setup.plans[0], means_of(slots)
+    if plan.shape.role != "both":
+        return None
+    some = replace(setup, plans=(plan,) * min(_SEATS_CELLS, len(setup.plans)))
+    per_request_s = rates_of(plan, means).seconds(means.prompt, means.output)
+    load = max(_most_load(some, slots, wanted, per_request_s), _LEAST_LOAD)
+    records = _records(some, slots, load * len(some.plans) / per_request_s)
+    num_seats = plan.limits.scheduler.max_num_seqs * plan.layout.num_attention * len(some.plans)
+    busy_s = sum(record.end_s - record.scheduled_s for record in records)
+    share = busy_s / max(record.end_s for record in records) / num_seats
+    progress(f"{len(some.plans)} cells keep {wanted.slo} with up to {share:.2f} of their seats")
+    return min(1.0, share)
+
+
+def _most_load(
+    setup: CellsSetup, slots: Sequence[Slot], wanted: Wanted, per_request_s: float
+) -> float:
+    """Returns the largest share of the time of a setup's cells at which they keep the limits."""
+    low, high = 0.0, 1.2
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        records = _records(setup, slots, middle * len(setup.plans) / per_request_s)
+        is_kept = Goodput.of(wanted.slo, records, 1.0).share >= wanted.attainment
+        low, high = (middle, high) if is_kept else (low, middle)
+    return low
+
+
+def _records(setup: CellsSetup, slots: Sequence[Slot], rate: float) -> list[RequestRecord]:
+    """Serves requests at a rate; few slots are used again and again, as a queue builds up
+    slowly."""
     times = GammaArrivals(rate=rate).times(np.random.default_rng(len(setup.plans)))
     some = [
         replace(slot, index=index, at_s=next(times))
         for index, slot in zip(range(_REQUESTS * len(setup.plans)), cycle(slots))
     ]
     served = serve_cells(setup, jobs_of(some, 0))
-    records = [record_of(each) for each in served.times]
-    return Goodput.of(slo, records, 1.0).share
+    return [record_of(each) for each in served.times]

@@ -7,20 +7,24 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Literal
 
-from moe_serve.bench.plan_loads import Progress, Wanted, means_of, plan_table
+from moe_serve.bench.plan_loads import Progress, Wanted, means_of, most_seats, plan_table
 from moe_serve.bench.simulated_cells import Scaling, serve_cells
 from moe_serve.bench.simulated_requests import jobs_of
-from moe_serve.bench.simulated_run import SimulatedRun
+from moe_serve.bench.simulated_run import NO_REQUESTS, SimulatedRun
 from moe_serve.bench.workload.prompt_maker import Slot
 from moe_serve.cluster.autoscale.autoscaler import Autoscaler, ScaleLimits
+from moe_serve.cluster.autoscale.plan_file import PlannedRole, ScalePlan, write_plan
+from moe_serve.cluster.autoscale.plan_table import PlanTable
 from moe_serve.cluster.autoscale.policies import (
     Coming,
     OraclePolicy,
     PlannedPolicy,
     StaticPolicy,
     TargetPolicy,
+    TokenMeans,
 )
 from moe_serve.cluster.autoscale.scale_view import AutoscalePolicy
 from moe_serve.errors import BenchError
@@ -30,19 +34,21 @@ from moe_serve.simulate.coordinated.scaled_cells import ScaleTimes
 
 PolicyName = Literal["static", "target", "planned", "oracle", "learnt"]
 _ATTAINMENT = 0.95
+_USUAL_TARGET = 0.7
 _FIRST_EXPLORATION = 0.5  # of the first day of training; it falls to 0 with the last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRequest:
-    """The options of autoscaling. `target`: the utilisation that `target` keeps; `train_days`: the
-    days that `learnt` learns from."""
+    """The options of autoscaling. `target`: the utilisation that `target` keeps, None: found by
+    simulation, if there are limits of latency; `train_days`: the days that `learnt` learns from."""
 
     policy: PolicyName
     min_cells: int
     times: ScaleTimes
-    target: float
+    target: float | None
     train_days: int
+    plan_out: Path | None = None  # of "planned": where the plan is written, for a server
 
 
 def scaled_run(run: SimulatedRun, request: ScaleRequest, progress: Progress) -> SimulatedRun:
@@ -69,9 +75,11 @@ def _policy(
 ) -> AutoscalePolicy:
     if request.policy == "static":
         return StaticPolicy(limits.max_cells)
-    if request.policy == "target":
-        return TargetPolicy(request.target)
     slots = list(run.workload.slots())
+    if not slots:
+        raise BenchError(NO_REQUESTS)
+    if request.policy == "target":
+        return TargetPolicy(request.target or _target(run, setup, slots, progress))
     if request.policy == "learnt":
         return _trained(run, setup, request, limits, progress)
     if run.slo is None:
@@ -80,7 +88,35 @@ def _policy(
     table = plan_table(setup, slots, wanted, progress)
     if request.policy == "oracle":
         return OraclePolicy(table, coming(slots))
-    return PlannedPolicy(table, means_of(slots))
+    means = means_of(slots)
+    if request.plan_out is not None:
+        write_plan(_plan_of(setup, table, means, str(run.slo)), request.plan_out)
+        progress(f"wrote {request.plan_out}")
+    return PlannedPolicy(table, means)
+
+
+def _plan_of(setup: CellsSetup, table: PlanTable, means: TokenMeans, slo: str) -> ScalePlan:
+    """Returns a plan as the file for a server has it."""
+    ranks = {plan.shape.role: plan.shape.ranks for plan in reversed(setup.plans)}
+    roles = {
+        role: PlannedRole(
+            ranks=ranks[role],
+            prompt_tok_s=rates.prompt_tok_s,
+            output_tok_s=rates.output_tok_s,
+            most_load=table.most_load[role],
+        )
+        for role, rates in table.rates.items()
+    }
+    return ScalePlan(slo=slo, prompt_tokens=means.prompt, output_tokens=means.output, roles=roles)
+
+
+def _target(
+    run: SimulatedRun, setup: CellsSetup, slots: Sequence[Slot], progress: Progress
+) -> float:
+    if run.slo is None:
+        return _USUAL_TARGET
+    wanted = Wanted(slo=run.slo, attainment=_ATTAINMENT)
+    return most_seats(setup, slots, wanted, progress) or _USUAL_TARGET
 
 
 def coming(slots: Sequence[Slot]) -> Coming:

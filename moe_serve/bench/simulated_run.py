@@ -30,6 +30,7 @@ NOT_MODELLED = (
     "a simulation: HTTP, the tokenizer, drafted tokens, lost ranks and slow moments of a machine "
     "are not modelled, and the queue has no limit."
 )
+NO_REQUESTS = "the workload has no requests: give --requests, or a longer --duration."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,7 @@ def _served_cells(
 
 def _check(slots: Sequence[Slot], longest: int) -> None:
     if not slots:
-        raise BenchError("the workload has no requests: give --requests, or a longer --duration.")
+        raise BenchError(NO_REQUESTS)
     for slot in slots:
         if slot.prompt is not None:
             raise BenchError(

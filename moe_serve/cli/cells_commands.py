@@ -45,6 +45,12 @@ def add(
             help="Let the server wait for ranks that you start, by commands that are shown.",
         ),
     ] = False,
+    node: Annotated[
+        str | None,
+        typer.Option(
+            help="Node of a launch on which its ranks run. Default: any with free places."
+        ),
+    ] = None,
     number: Annotated[
         int | None,
         typer.Option(help="Number of the new cell: makes the command safe to repeat.", min=0),
@@ -52,7 +58,7 @@ def add(
 ) -> None:
     "Start the ranks of one more cell beside the others, and let it serve when they have loaded."
     client = _client(url, admin_key)
-    body = {"shape": shape, "number": number, "by_hand": by_hand}
+    body = {"shape": shape, "number": number, "by_hand": by_hand, "node": node}
     found = client.ask("POST", "cells", _FIELDS | {"cell"}, body)
     name, shown = str(found["cell"]["name"]), False
     while True:
@@ -125,7 +131,16 @@ def _print(found: Mapping[str, Any]) -> None:
     table.add_row(*_COLUMNS, "KV pages", "", style="dim")
     for cell in found["cells"]:
         drained = ", ".join(f"{rank} drains" for rank in cell["draining_ranks"])
-        rest = "; ".join(part for part in (drained, str(cell["note"])) if part)
+        away = f"cannot compute for {cell['outage_s']:g} s" if cell.get("outage_s") else ""
+        rest = "; ".join(part for part in (drained, away, str(cell["note"])) if part)
         values = [str(cell[column]) for column in _COLUMNS]
         table.add_row(*values, f"{cell['kv_used']:.0%}", rest)
     wide_console().print(table)
+    for node in found.get("nodes", ()):
+        places = "" if node["num_places"] is None else f" of {node['num_places']}"
+        away = "" if node["is_there"] else ", and is away"
+        typer.echo(f"node {node['name']} has {node['num_ranks']}{places} ranks{away}")
+    if (scaling := found.get("autoscale")) is not None:
+        wanted = ", ".join(f"{count} {role}" for role, count in scaling["wanted"].items())
+        last = f"; last: {scaling['last']}" if scaling["last"] else ""
+        typer.echo(f"autoscaling by {scaling['policy']} wants {wanted or 'what there is'}{last}")

@@ -10,7 +10,12 @@ import typer
 from moe_serve.bench.scaling import ScaleRequest, scaled_run
 from moe_serve.bench.simulated_run import SimulatedRun
 from moe_serve.cli.options import option_values
-from moe_serve.cli.simulate_options import CellsOptions, SimulatedCluster, SimulateOptions
+from moe_serve.cli.simulate_options import (
+    AutoscaleChoice,
+    CellsOptions,
+    SimulatedCluster,
+    SimulateOptions,
+)
 from moe_serve.config.cells import CellsConfig, CellShape, parse_cells
 from moe_serve.errors import ConfigError
 from moe_serve.planning.calibration_file import read_calibration
@@ -74,8 +79,11 @@ def check_cells(options: SimulateOptions) -> None:
             )
     if cells.own_machines and cluster.calibration is None:
         raise ConfigError("--own-machines belongs to --calibration FILE.")
-    if options.tiers.tiers is not None or options.of_capacity is not None:
-        raise ConfigError("--tiers and --load are simulated with --layout only: leave --cells out.")
+    if options.of_capacity is not None and cells.autoscale is not None:
+        raise ConfigError(
+            "--load is a share of the capacity of a fixed number of cells: leave --autoscale out, "
+            "or give --scale-time or --rate."
+        )
     if cells.autoscale is None:
         usual_cells = CellsOptions()
         unscaled = replace(
@@ -86,6 +94,8 @@ def check_cells(options: SimulateOptions) -> None:
             own_machines=usual_cells.own_machines,
         )
         _refuse_changed(unscaled, usual_cells, "belongs to --autoscale")
+    elif cells.plan_out is not None and cells.autoscale is not AutoscaleChoice.PLANNED:
+        raise ConfigError("--plan-out belongs to --autoscale planned.")
 
 
 def _refuse_changed(cells: CellsOptions, usual: CellsOptions, why: str) -> None:
@@ -132,6 +142,7 @@ def with_cells(run: SimulatedRun, cells: CellsOptions, costs: ClusterCosts) -> S
         times=ScaleTimes(every_s=cells.scale_every, start_s=cells.cell_start),
         target=cells.target_load,
         train_days=cells.train_days,
+        plan_out=cells.plan_out,
     )
     return scaled_run(run, request, lambda text: typer.echo(f"{text} ...", err=True))
 

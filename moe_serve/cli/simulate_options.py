@@ -192,11 +192,18 @@ class CellsOptions:
         help="Seconds between two decisions of --autoscale.",
         rich_help_panel=CELLS,
     )
-    target_load: float = option(
-        0.7,
+    target_load: float | None = option(
+        None,
         min=0.01,
         max=1.0,
-        help="Utilisation that target aims at: requests over seats (--max-num-seqs).",
+        help="Utilisation that target aims at: requests over seats (--max-num-seqs). Default: the "
+        "largest that keeps --slo in a simulation of two cells; without --slo 0.7.",
+        rich_help_panel=CELLS,
+    )
+    plan_out: Path | None = option(
+        None,
+        metavar="FILE",
+        help="File for the plan of --autoscale planned, for cells.scale_plan of a server.",
         rich_help_panel=CELLS,
     )
     train_days: int = option(

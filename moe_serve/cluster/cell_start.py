@@ -8,12 +8,11 @@ import math
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moe_serve.cache.events.kv_events import KVEvents
 from moe_serve.cluster.cell_part import CellPart
 from moe_serve.cluster.cells.cell import Cell, cell_name
-from moe_serve.cluster.cells.cell_changes import CellStart
 from moe_serve.cluster.cells.joined_parts import JoinedParts
 from moe_serve.cluster.cells.parcel_post import ParcelPost
 from moe_serve.cluster.control.secret import ClusterSecret, new_secret, read_secret
@@ -29,16 +28,13 @@ from moe_serve.cluster.rank_arena import RankArena
 from moe_serve.cluster.rebalance.planner import plan_in_process
 from moe_serve.cluster.started_ranks import MakeStarter, StartedRanks, adapters_of
 from moe_serve.cluster.steps.rank_witness import RankWitness
-from moe_serve.config.cell_config import config_of_cell
 from moe_serve.config.cells import CellShape
-from moe_serve.config.checks import check_cells
 from moe_serve.config.sections import EngineConfig
-from moe_serve.config.sources import CLUSTER_SECRET_VARIABLE
 from moe_serve.engine.opened_model import LoadReport
 from moe_serve.engine.routes.route_records import ListenerGroup, RouteListeners
 from moe_serve.engine.schedule.policy.policy_maker import policy_maker
 from moe_serve.engine.schedule.policy.rank_load import RankLoads
-from moe_serve.errors import CellsError, ConfigError
+from moe_serve.errors import ConfigError
 from moe_serve.model.load.weight_reader import LoadProgress
 
 _PATIENCE_S = 0.5  # without a rank that all steps need, until the requests move to other cells
@@ -48,11 +44,12 @@ _ALIKE = ("kernels", "build", "device", "dtype", "expert_weights", "kv_dtype")
 @dataclass(frozen=True, slots=True)
 class NewCell:
     """A cell whose ranks are to be started. `first_place`: of its ranks on this host; each place
-    is that of a GPU."""
+    is that of a GPU. `node`: see `CellPlace`."""
 
     index: int
     shape: CellShape
     first_place: int
+    node: str | None = None
 
 
 StarterOfCell = Callable[[NewCell], MakeStarter]
@@ -127,12 +124,14 @@ class StartingCell:
         starter_of: StarterOfCell | None,
         *,
         is_later: bool = False,
+        node: str | None = None,
     ) -> None:
         """`starter_of` None: its ranks are started by hand. `is_later`: the server runs already.
-        Raises ConfigError."""
+        `node`: see `CellPlace`. Raises ConfigError."""
         self.index, self.shape, self.model, self._shared = index, shape, model, shared
         self.max_model_len: int | None = None  # once it serves
         self._hand: HandStarter | None = None
+        self._node = node
         self._counts = (0, 0)
         self._closing = threading.Lock()
         with shared.lock:
@@ -180,7 +179,8 @@ class StartingCell:
         self.ranks.current.on_switch(loads.use)
         self._make_starter: MakeStarter = self._by_hand
         if starter_of is not None:
-            self._make_starter = starter_of(NewCell(self.index, self.shape, self._places.start))
+            cell = NewCell(self.index, self.shape, self._places.start, self._node)
+            self._make_starter = starter_of(cell)
 
     def _by_hand(self, host: str, port: int, _: ClusterSecret, num_threads: int) -> HandStarter:
         self._hand = HandStarter(cell_name(self.index), host, port, num_threads)
@@ -257,33 +257,6 @@ class StartingCell:
             shared.places.give_back(self._places)
             shared.attention.give_back(self._attention)
             shared.starts = {i: each for i, each in shared.starts.items() if each is not self}
-
-
-class LaterCells:
-    """Implements CellMaker."""
-
-    def __init__(self, shared: CellShared, model: ClusterModel, starter_of: StarterOfCell) -> None:
-        """`model`: of any cell."""
-        self._shared, self._model, self._starter_of = shared, model, starter_of
-
-    def check(self, shapes: Sequence[CellShape], *, by_hand: bool) -> None:
-        """See `CellMaker.check`."""
-        config = self._shared.config
-        layout = " ".join(f"1x{shape}" for shape in shapes)
-        check_cells(replace(config, cells=replace(config.cells, layout=layout)))
-        if by_hand and self._shared.own_secret is None:
-            raise CellsError(
-                "Ranks that are started by hand need a secret that they share with the server: set "
-                f"{CLUSTER_SECRET_VARIABLE} before the server starts, and where the ranks start."
-            )
-
-    def begin(self, index: int, shape: CellShape, *, by_hand: bool) -> CellStart:
-        """See `CellMaker.begin`."""
-        config = config_of_cell(self._shared.config, index, shape)
-        others = [start.shape for start in self._shared.starts.values()]
-        model = self._model.for_cell(config, sum(shape.num_processes for shape in others))
-        starter_of = None if by_hand else self._starter_of
-        return StartingCell(self._shared, model, index, shape, starter_of, is_later=True)
 
 
 def check_alike(starts: Sequence[StartingCell]) -> None:

@@ -13,9 +13,10 @@ from dataclasses import replace
 
 from moe_serve.cache.events.kv_events import check_kv_events
 from moe_serve.clock import REAL_CLOCK
+from moe_serve.cluster.autoscale.live_scaler import LiveScaler
+from moe_serve.cluster.autoscale.scaler_maker import make_scaler, scale_policy
 from moe_serve.cluster.cell_start import (
     CellShared,
-    LaterCells,
     StarterOfCell,
     StartingCell,
     check_alike,
@@ -25,6 +26,7 @@ from moe_serve.cluster.cells.cell import Cell
 from moe_serve.cluster.cells.cell_roll import CellRoll
 from moe_serve.cluster.cells.cells_engine import CellsEngine, Parcels
 from moe_serve.cluster.cells.moves import CellMoves
+from moe_serve.cluster.later_cells import LaterCells, LaunchNodes
 from moe_serve.cluster.members.cluster_model import ClusterModel
 from moe_serve.cluster.parcels.rank_carrier import RankCarrier
 from moe_serve.cluster.started_ranks import build_cluster
@@ -47,12 +49,14 @@ def build_cells(
     config: EngineConfig,
     progress: LoadProgress | None = None,
     starter_of: StarterOfCell = local_starter,
+    nodes: LaunchNodes | None = None,
 ) -> BuiltEngine:
     """Starts all cells together, waits until they have loaded, and makes the engine over them.
+    `nodes`: those of a launch.
 
     Raises ConfigError, CheckpointError or ClusterError with the reason why a rank cannot serve.
     """
-    clock, shapes = time.monotonic(), cell_shapes(config)
+    clock, shapes, policy = time.monotonic(), cell_shapes(config), scale_policy(config.cells)
     configs = [config_of_cell(config, index, shape) for index, shape in enumerate(shapes)]
     check_kv_events(config)
     for each in configs:
@@ -72,15 +76,17 @@ def build_cells(
         _load(starts, progress)
         check_alike(starts)
         cells = [start.serve() for start in starts]
-        roll = CellRoll(cells, LaterCells(shared, models[0], starter_of))
-        engine = _engine(config, roll, _carrier(config, shared, starts[0]), shared)
+        roll = CellRoll(cells, LaterCells(shared, models[0], starter_of, nodes))
+        load_s = time.monotonic() - clock
+        scaler = make_scaler(config, policy, load_s, REAL_CLOCK)
+        engine = _engine(config, roll, _carrier(config, shared, starts[0]), shared, scaler)
         opened.pop_all()
         opened.callback(engine.close)
         adapters = shared.joined.open_adapters()
         opened.pop_all()
     return BuiltEngine(
         engine,
-        _facts(config, models, starts, time.monotonic() - clock),
+        _facts(config, models, starts, load_s),
         models[0].spec,
         shared.routes,
         last_step=lambda: _last_step(engine.cells, shared),
@@ -89,13 +95,18 @@ def build_cells(
         adapters=adapters,
         cell_placements=shared.joined.placements,
         cells=engine,
+        scale_with=None if scaler is None else scaler.start,
         nudge=engine.nudge,
         kv_events=shared.kv_events,
     )
 
 
 def _engine(
-    config: EngineConfig, roll: CellRoll, carrier: RankCarrier, shared: CellShared
+    config: EngineConfig,
+    roll: CellRoll,
+    carrier: RankCarrier,
+    shared: CellShared,
+    scaler: LiveScaler | None,
 ) -> CellsEngine:
     moves = CellMoves(
         roll.now.cells,
@@ -113,6 +124,7 @@ def _engine(
         shared.ids,
         shared.news,
         outage_limit_s=config.cluster.start_timeout_s,
+        scaler=scaler,
     )
 
 
@@ -203,7 +215,7 @@ def _last_step(cells: Sequence[Cell], shared: CellShared) -> StepTimeline | None
 def build_any_engine(config: EngineConfig, progress: LoadProgress | None = None) -> BuiltEngine:
     """Loads the model here, or starts ranks that do: those of one cell, or of several."""
     shapes = cell_shapes(config)
-    if len(shapes) > 1 or (shapes and config.cells.can_grow):
+    if len(shapes) > 1 or (shapes and (config.cells.can_grow or config.cells.is_scaled)):
         return build_cells(config, progress)
     if shapes:
         config = config_of_cell(config, 0, shapes[0])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moe_serve.config.cells import CellShape, parse_cells
+from moe_serve.config.cells import CellsConfig, CellShape, parse_cells
 from moe_serve.config.sections import EngineConfig
+
+PLACEMENT_COUNT = "{expert_ranks}"  # in `cluster.placement`: the number that a cell has
 
 
 def cell_shapes(config: EngineConfig) -> tuple[CellShape, ...]:
@@ -21,6 +23,7 @@ def has_ranks(config: EngineConfig) -> bool:
 def config_of_cell(config: EngineConfig, index: int, shape: CellShape) -> EngineConfig:
     """Returns the configuration of one cell, as if it were the only one."""
     timeline, port = config.pipeline.timeline, config.cluster.port
+    placement = config.cluster.placement
     if timeline is not None:
         stem, dot, end = timeline.rpartition(".")
         timeline = f"{stem}-cell-{index}.{end}" if dot else f"{timeline}-cell-{index}"
@@ -31,10 +34,20 @@ def config_of_cell(config: EngineConfig, index: int, shape: CellShape) -> Engine
         attention_tp=shape.attention_tp,
         rebalance=config.cluster.rebalance if shape.expert_ranks > 1 else "off",
         port=port and port + index,
+        placement=placement and placement.replace(PLACEMENT_COUNT, str(shape.expert_ranks)),
     )
     return replace(
         config,
         cluster=cluster,
-        cells=replace(config.cells, layout=None),
+        cells=replace(
+            unscaled(config.cells),
+            layout=None,
+            prefill_nice=config.cells.prefill_nice if shape.role == "prefill" else 0,
+        ),
         pipeline=replace(config.pipeline, timeline=timeline),
     )
+
+
+def unscaled(cells: CellsConfig) -> CellsConfig:
+    """Returns the settings of cells whose number does not follow the load."""
+    return replace(cells, autoscale="static", max_cells=None, added=None, scale_plan=None)

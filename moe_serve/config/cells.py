@@ -11,6 +11,7 @@ from moe_serve.errors import ConfigError
 
 CellRole = Literal["prefill", "decode", "both"]
 HandOverName = Literal["auto", "always", "off"]
+AutoscaleName = Literal["static", "target", "planned"]
 PageLinkName = Literal["auto", "shared", "tcp", "nixl"]
 
 MAX_CELLS = 64
@@ -66,16 +67,36 @@ class CellsConfig:
     parcel_bytes: int = 4 * 2**20  # of KV pages that one parcel carries
     memory_bytes: int = 256 * 2**20  # of the shared memory that parcels pass through
     migrate: bool = True  # move running requests off cells that drain or run out of pages
+    prefill_nice: int = 0  # of the ranks of prefill cells; others on the machine go first
     can_grow: bool = False  # a layout of one cell may get more while it runs, as others may
+    autoscale: AutoscaleName = "static"  # how many cells there are; static: as operators say
+    min_cells: int = 1  # of each role, with autoscale
+    max_cells: int | None = None  # likewise
+    added: str | None = None  # cells that are added, one for each role; None: as in `layout`
+    scale_every_s: float = 30.0  # between two decisions
+    calm_s: float = 600.0  # for which fewer cells must have been wanted before one is removed
+    max_changes: int = 4  # of the number of cells, in any hour
+    target_load: float = 0.7  # of "target": requests over seats
+    scale_plan: str | None = None  # of "planned": a file that `simulate --plan-out` wrote
+
+    @property
+    def is_scaled(self) -> bool:
+        """True if the number of cells follows the load."""
+        return self.autoscale != "static"
 
 
 def parse_cells(
-    text: str, name: str = "cells.layout", *, is_simulated: bool = False
+    text: str,
+    name: str = "cells.layout",
+    *,
+    is_simulated: bool = False,
+    has_all_roles: bool = True,
 ) -> tuple[CellShape, ...]:
     """Parses a layout such as "1x(1A1E prefill) 2x(1A2E tp2 decode)" into one shape for each cell.
 
     `name` names the setting in errors. `is_simulated`: (8D tp2) is a cell too, of eight devices
-    that have attention and experts. Raises ConfigError.
+    that have attention and experts. `has_all_roles`: the cells must serve by themselves. Raises
+    ConfigError.
     """
     shapes: list[CellShape] = []
     position, rest = 0, text.strip()
@@ -97,7 +118,8 @@ def parse_cells(
         raise ConfigError(
             f"{name} has {num_processes} processes in all: use at most {MAX_PROCESSES}."
         )
-    check_roles(shapes, name)
+    if has_all_roles:
+        check_roles(shapes, name)
     return tuple(shapes)
 
 
@@ -114,6 +136,29 @@ def parse_cell(text: str, name: str = "shape") -> CellShape:
             "(tp, 1 if left out), and a role (prefill, decode or both; both if left out)."
         )
     return _shape_of(found, name)
+
+
+def added_shapes(config: CellsConfig) -> dict[CellRole, CellShape]:
+    """Returns the cell that autoscaling adds for each role that it scales. Raises ConfigError."""
+    layout = parse_cells(config.layout or "")
+    if config.added is None:
+        return {shape.role: shape for shape in reversed(layout)}
+    text = config.added if "(" in config.added else f"({config.added})"
+    found: dict[CellRole, CellShape] = {}
+    roles = {shape.role for shape in layout}
+    for shape in parse_cells(text, "cells.added", has_all_roles=False):
+        if shape.role in found:
+            raise ConfigError(
+                f"cells.added is {config.added!r}, which has more than one cell of the role "
+                f"{shape.role}: give one for each role."
+            )
+        if shape.role not in roles:
+            raise ConfigError(
+                f"cells.added is {config.added!r}, but cells.layout {config.layout!r} has no cell "
+                f"of the role {shape.role}: use a role that it has."
+            )
+        found[shape.role] = shape
+    return found
 
 
 def _shape_of(group: re.Match[str], name: str) -> CellShape:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from moe_serve.config.cell_config import cell_shapes, has_ranks
+from collections import Counter
+
+from moe_serve.config.cell_config import PLACEMENT_COUNT, cell_shapes, has_ranks
+from moe_serve.config.cells import CellsConfig, added_shapes, parse_cells
 from moe_serve.config.sections import ClusterConfig, EngineConfig
 from moe_serve.errors import ConfigError
 
@@ -18,6 +21,7 @@ def check_together(config: EngineConfig) -> None:
         check_cluster(config.cluster)
     else:
         check_cells(config)
+    check_autoscale(config.cells)
     if config.pipeline.timeline is not None and not has_ranks(config):
         raise ConfigError(
             f"pipeline.timeline is {config.pipeline.timeline}, but there are no ranks to record: "
@@ -64,10 +68,59 @@ def check_cells(config: EngineConfig) -> None:
             f"cluster.rebalance is {cluster.rebalance!r}, but the cells of cells.layout {layout!r} "
             "have one expert rank each and nothing to balance: give one 2 or more, or leave it off."
         )
-    if cluster.placement is not None and len({shape.expert_ranks for shape in shapes}) > 1:
+    placement, counts_of_ranks = cluster.placement, {shape.expert_ranks for shape in shapes}
+    if placement is not None and len(counts_of_ranks) > 1 and PLACEMENT_COUNT not in placement:
         counts = ", ".join(str(shape.expert_ranks) for shape in shapes)
         raise ConfigError(
             f"cluster.placement is {cluster.placement}, a file for one number of expert ranks, but "
-            f"the cells of cells.layout have {counts}: give all cells the same number, or leave it "
-            "out."
+            f"the cells of cells.layout have {counts}: give all cells the same number, or name a "
+            f"file for each number, such as plans/{PLACEMENT_COUNT}.json."
         )
+
+
+_OF_AUTOSCALE = ("max_cells", "added", "scale_plan")
+
+
+def check_autoscale(cells: CellsConfig) -> None:
+    """Raises ConfigError for settings of autoscaling that contradict each other or do nothing."""
+    if not cells.is_scaled:
+        for name in _OF_AUTOSCALE:
+            if (value := getattr(cells, name)) is not None:
+                raise ConfigError(
+                    f"cells.{name} is {value}, but cells.autoscale is static and no cell is added "
+                    "or removed by itself: set cells.autoscale to target or planned, or leave it "
+                    "out."
+                )
+        return
+    if cells.layout is None:
+        raise ConfigError(
+            f"cells.autoscale is {cells.autoscale}, but there are no cells: set cells.layout "
+            "(--cells) to those with which the server begins, such as 1x(1A1E)."
+        )
+    if cells.max_cells is None:
+        raise ConfigError(
+            f"cells.autoscale is {cells.autoscale} and needs a limit: set cells.max_cells "
+            "(--max-cells) to the most cells of each role that this deployment has room for."
+        )
+    if cells.min_cells > cells.max_cells:
+        raise ConfigError(
+            f"cells.min_cells is {cells.min_cells} and cells.max_cells is {cells.max_cells}: the "
+            "first must not be larger."
+        )
+    if cells.autoscale == "planned" and cells.scale_plan is None:
+        raise ConfigError(
+            "cells.autoscale is planned and needs a plan: set cells.scale_plan to a file that "
+            "moe-serve simulate --autoscale planned --plan-out FILE wrote."
+        )
+    if cells.autoscale != "planned" and cells.scale_plan is not None:
+        raise ConfigError(
+            f"cells.scale_plan is {cells.scale_plan}, but cells.autoscale is {cells.autoscale} and "
+            "uses no plan: set it to planned, or leave the plan out."
+        )
+    counts = Counter(shape.role for shape in parse_cells(cells.layout or ""))
+    for role in added_shapes(cells):
+        if counts[role] > cells.max_cells:
+            raise ConfigError(
+                f"cells.layout has {counts[role]} cells of the role {role} and cells.max_cells is "
+                f"{cells.max_cells}: give at most that many, or a higher limit."
+            )

@@ -18,6 +18,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from moe_serve.config.cells import MAX_CELLS
 from moe_serve.config.checks import check_together
 from moe_serve.config.sections import Config, EngineConfig
 from moe_serve.config.tiers import TIERS_TAKE, TierConfig, check_tiers, plain_tiers, tiers_json
@@ -82,6 +83,13 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "cells.min_tokens": (1, 2**20),
     "cells.parcel_bytes": (1024, 2**30),
     "cells.memory_bytes": (2**20, 2**40),
+    "cells.prefill_nice": (0, 19),
+    "cells.min_cells": (1, MAX_CELLS),
+    "cells.max_cells": (1, MAX_CELLS),
+    "cells.scale_every_s": (0.1, 86400.0),
+    "cells.calm_s": (0.0, 86400.0),
+    "cells.max_changes": (1, 3600),
+    "cells.target_load": (0.01, 1.0),
     "trace.sample_rate": (0.0001, 1.0),
     "trace.part_bytes": (64 * 1024, 2**30),
     "trace.max_bytes": (64 * 1024, 2**50),

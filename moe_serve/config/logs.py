@@ -24,6 +24,7 @@ RANK_LOG = "moe_serve.ranks"  # what ranks write, with the rank's name before it
 _TOLD = (
     STARTUP_LOG,
     RANK_LOG,
+    "moe_serve.cluster.autoscale",
     "moe_serve.cluster.cells",
     "moe_serve.cluster.members.hand_starter",
     "moe_serve.cluster.rebalance",

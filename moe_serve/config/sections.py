@@ -221,9 +221,9 @@ class SpeculationConfig:
         return self.method != "off"
 
     @property
-    def num_self_tokens(self) -> int:
-        """Most tokens that the model drafts for a sequence in one step by itself."""
-        return min(self.max_tokens, 5) if self.method == "self" else 0
+    def num_guesses(self) -> int:
+        """Most tokens that a network guesses for a sequence in one step; 0: there is none."""
+        return min(self.max_tokens, {"head": 4, "mtp": 4, "self": 5}.get(self.method, 0))
 
     @property
     def drafters(self) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ from moe_serve.engine.opened_model import (
     device_of,
     model_folder,
 )
+from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.routes.cell_placements import CellPlacements
 from moe_serve.engine.routes.placement_control import PlacementControl
 from moe_serve.engine.routes.route_records import RouteListeners
@@ -80,6 +81,8 @@ class BuiltEngine:
     activity: ActivityReport | None = None  # for hang reports
     adapters: AdapterRegistry | None = None  # None: requests cannot name one
     cells: CellsControl | None = None  # None: there is one cell
+    # Begins to add and remove cells by the load; None: operators do that.
+    scale_with: Callable[[Callable[[], EngineStats], CellsControl], None] | None = None
     nudge: Callable[[], None] = _no_nudge  # ends a step's wait for cells, as a request came
     kv_events: KVEvents | None = None  # None: an engine without any
 
@@ -203,7 +206,7 @@ def _self_drafter(
             "combined: leave out cluster.wire_dtype, or set speculation.method to 'auto'."
         )
     pipeline = Pipeline(part.stage, FewerExperts(experts, wanted), part.cache, device)
-    return SelfDrafter(pipeline, config.cache.page_size, config.speculation.num_self_tokens)
+    return SelfDrafter(pipeline, config.cache.page_size)
 
 
 def _opened(

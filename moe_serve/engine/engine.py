@@ -188,7 +188,8 @@ class Engine:
         """Plans the step that has begun. `number` is that of engines which step together."""
         most, drafts = micro_batches or self._micro_batches, self.drafts.running
         plan = make_step_plan(self._schedule, most, self._policy, drafts, self._scheduler.layered)
-        return self._routes.with_requests(plan, number or self._num_steps, self._schedule)
+        plan = self._routes.with_requests(plan, number or self._num_steps, self._schedule)
+        return self.drafts.ask_guesses(plan)
 
     def begin_ahead(self) -> bool:
         """Begins the step after the running one; False if its contents are not certain yet."""
@@ -216,8 +217,7 @@ class Engine:
         return sequences_of(self._ending | self._schedule)
 
     def end_step(self, outcome: StepOutcome | Exception | None) -> list[TokenDelta]:
-        """Returns the step's deltas and those of requests that ended without one. Raises
-        ExecutorLostError; `take_pending` then has the deltas made before it."""
+        """Returns all new deltas. If it raises ExecutorLostError, `take_pending` has them."""
         if not isinstance(outcome, StepOutcome):
             self.drop_ahead()  # it needs the tokens of this step
             self._scheduler.tier.step_failed()
@@ -225,14 +225,13 @@ class Engine:
         self._ending = schedule
         if schedule:
             assert outcome is not None, f"{len(schedule)} sequences ran without an outcome"
-            left = self._leaving.staying(schedule)
+            left = self._leaving.staying(schedule) if self._leaving else schedule
             if left:
                 self._finish(left, outcome)
             self._num_steps += 1
             self._scheduler.step_ended(self._num_prompt_tokens + self._num_generated_tokens)
-            ended = {key: item for key, item in schedule.items() if key not in left}
-            self.drafts.give_back(ended, ended.keys())
-            self._leaving.release([s for s, _ in ended.values()], outcome)
+            if len(left) < len(schedule):
+                self._leaving.release(schedule, left, outcome)
             self.drafts.end(schedule, getattr(outcome, "proposals", None))
         self._ending = {}  # last, so that `step_sequences` is right after a lost executor
         self._scheduler.cache.listener.step_ended()
@@ -298,7 +297,7 @@ class Engine:
     def _publish(self, schedule: Schedule, outcome: StepOutcome) -> None:
         """Advances sequences, adds their deltas, then ends some, which may lose the executor."""
         ended, made = [], made_tokens(schedule, outcome.choices, outcome.sampled)
-        self._scheduler.mask_share.charge(outcome.mask_costs, sequences_of(schedule).values())
+        self._scheduler.mask_share.charge(outcome.mask_costs, (s for s, _ in schedule.values()))
         for key, (sequence, count) in schedule.items():
             if self._scheduler.layered.parks(sequence, count):
                 if key in outcome.failures:

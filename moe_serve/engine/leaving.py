@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
 from collections.abc import Sequence as Items
+from collections.abc import Set
 
 from moe_serve.engine.execute.step_executor import StepExecutor
 from moe_serve.engine.execute.step_outcome import RowFailure, StepOutcome
@@ -43,6 +43,8 @@ class LeavingSequences:
     def end(self, sequences: Items[Sequence], schedule: Schedule) -> None:
         """Ends sequences that are complete or aborted. Those in the running step, `schedule`, are
         removed when it ends."""
+        if not sequences:
+            return
         self._drafts.finish(sequences)
         self._has_failed |= {s.id: False for s in sequences if s.id in schedule}
         self._remove([s for s in sequences if s.id not in self._has_failed])
@@ -55,10 +57,12 @@ class LeavingSequences:
             self._discard(sequence)
         return failure.delta_of(sequence)
 
-    def release(self, ended: Iterable[Sequence], outcome: StepOutcome | Exception) -> None:
-        """Removes sequences whose last step has ended. If their last token was not valid, their
-        last pages may hold NaNs."""
-        ended = list(ended)
+    def release(self, schedule: Schedule, left: Schedule, outcome: StepOutcome | Exception) -> None:
+        """Removes the sequences of a step that has ended but for those that are `left`. If their
+        last token was not valid, their last pages may hold NaNs."""
+        done = {key: item for key, item in schedule.items() if key not in left}
+        self._drafts.give_back(done, done.keys())
+        ended = [sequence for sequence, _ in done.values()]
         for sequence in ended:
             if not (isinstance(outcome, StepOutcome) and outcome.is_sound(sequence.id)):
                 sequence.is_proven = False

@@ -38,6 +38,11 @@ class MovingSequences:
         self._drafts, self._executor = drafts, executor
         self._announced: set[int] = set()  # sequences that leave when their step has ended
 
+    def set_open(self, *, is_open: bool) -> None:
+        """Notes whether the engine takes new requests, or drains."""
+        if self._scheduler.service is not None:
+            self._scheduler.service.queue.set_open(is_open=is_open)
+
     @property
     def page_size(self) -> int:
         return self._scheduler.cache.page_size

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,6 +20,13 @@ from torch import Tensor
 
 from moe_kernels.interface.head_drafting import DraftBlock, DraftingParts, HeadDrafting
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation, Kernels, Linear
+from moe_kernels.interface.quantised_matrix import (
+    INT8,
+    ROW_GROUP,
+    MatrixForm,
+    QuantisedMatrix,
+    Weight,
+)
 from moe_kernels.reference.torch_drafting import StepwiseDrafting
 from moe_serve.errors import CheckpointError
 from moe_serve.model.spec import ModelSpec
@@ -26,7 +34,17 @@ from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.regular_file import regular_file
 
 HEAD_FILE = "head.safetensors"
+_ABSENT = -1  # in place of a token that was not guessed
+_MOST_INT8, _LEAST_SCALE = 127, 1e-30
 _BLOCK = re.compile(r"blocks\.(\d+)\.(norm|gate|up|down)")
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """The tokens guessed for a sequence, and how likely the head takes each to be, in per cent."""
+
+    token_ids: tuple[int, ...]
+    confidences: tuple[int, ...]
 
 
 class SpeculationHead:
@@ -41,17 +59,27 @@ class SpeculationHead:
         output: Linear,
     ) -> None:
         """`weights` are a head's tensors, whose shapes must fit `spec`; `output` is the model's
-        output head."""
-        like = embedding_VD
+        output head. Where the kernels have faster products for that, the head is held in int8,
+        with a copy of the output head if it is the embedding."""
+        like, faster = embedding_VD, kernels.for_drafts()
         placed = {name: t.to(like.device, like.dtype) for name, t in weights.items()}
+        matrices: dict[str, Weight] = {name: t for name, t in placed.items() if t.dim() == 2}
+        if faster is not None:
+            kernels = faster
+            matrices = {name: _in_int8(placed[name]) for name in matrices}
+            if spec.is_head_tied:
+                output = kernels.linear(_in_int8(embedding_VD))
         parts = DraftingParts(
             embedding_VD=embedding_VD,
             state_norm_D=placed["state_norm"],
             token_norm_D=placed["token_norm"],
             output_norm_D=placed["output_norm"],
-            state_in=kernels.linear(placed["state_in"]),
-            token_in=kernels.linear(placed["token_in"]),
-            blocks=tuple(_block(placed, i, kernels) for i in range(_num_blocks(weights))),
+            state_in=kernels.linear(matrices["state_in"]),
+            token_in=kernels.linear(matrices["token_in"]),
+            blocks=tuple(
+                _block(placed[f"blocks.{i}.norm"], matrices, i, kernels)
+                for i in range(_num_blocks(weights))
+            ),
             output=output,
             norm_eps=spec.norm_eps,
         )
@@ -73,17 +101,25 @@ class SpeculationHead:
         return cls.load(folder, stage.spec, stage.kernels, stage.embedding, stage.head)
 
     @torch.inference_mode()
-    def draft(self, hidden_SD: Tensor, token_ids_S: Tensor, most: int) -> list[list[int]]:
-        """Returns `most` tokens for each sequence, each the likeliest behind the one before. A
-        row's tokens do not depend on its neighbours.
+    def draft(
+        self, hidden_SD: Tensor, token_ids_S: Tensor, most: int, least: float = 0.0
+    ) -> list[Guess]:
+        """Returns at most `most` tokens for each sequence, each the likeliest behind the one
+        before. A row's tokens do not depend on its neighbours.
 
         `hidden_SD`: the residual stream behind the last layer, before the final norm, at the last
-        computed position; `token_ids_S`: the token sampled there.
+        computed position; `token_ids_S`: the token sampled there; `least`: see `HeadDrafting`.
         """
         if most < 1 or not len(token_ids_S):
-            return [[] for _ in range(len(token_ids_S))]
-        drafts: list[list[int]] = self._drafting(hidden_SD, token_ids_S, most).tolist()
-        return drafts
+            return [Guess((), ())] * len(token_ids_S)
+        found = self._drafting(hidden_SD, token_ids_S, most, least)
+        percent_SM = (100.0 * found.confidences_SM).to(torch.int64).tolist()
+        return [_guess(*pair) for pair in zip(found.tokens_SM.tolist(), percent_SM, strict=True)]
+
+
+def _guess(tokens: list[int], percent: list[int]) -> Guess:
+    count = tokens.index(_ABSENT) if tokens[-1] == _ABSENT else len(tokens)
+    return Guess(tuple(tokens[:count]), tuple(percent[:count]))
 
 
 def read_head(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
@@ -134,8 +170,27 @@ def _num_blocks(weights: Mapping[str, Tensor]) -> int:
     return max((int(match[1]) + 1 for match in found if match), default=0)
 
 
-def _block(weights: Mapping[str, Tensor], index: int, kernels: Kernels) -> DraftBlock:
-    names = (f"blocks.{index}.{part}" for part in ("norm", "gate", "up", "down"))
-    norm_D, gate, up, down = (weights[name] for name in names)
+def _block(
+    norm_D: Tensor, matrices: Mapping[str, Weight], index: int, kernels: Kernels
+) -> DraftBlock:
+    gate, up, down = (matrices[f"blocks.{index}.{part}"] for part in ("gate", "up", "down"))
     mlp = kernels.experts([ExpertWeights(gate, up, down)], GatedActivation())
     return DraftBlock(norm_D=norm_D, mlp=mlp)
+
+
+def _in_int8(weight_NK: Tensor) -> Weight:
+    """Rounds a matrix to int8 with a scale for each group of a row; as it is if its width has no
+    whole groups."""
+    group = next((size for size in (4 * ROW_GROUP, ROW_GROUP) if weight_NK.shape[1] % size == 0), 0)
+    if not group:
+        return weight_NK
+    values_NGC = weight_NK.float().unflatten(1, (-1, group))
+    scales_NG = (values_NGC.abs().amax(-1) / _MOST_INT8).clamp_min(_LEAST_SCALE)
+    rounded_NK = (values_NGC / scales_NG[:, :, None]).round_().to(torch.int8).flatten(1)
+    return QuantisedMatrix(
+        form=MatrixForm(values="int8", scales="float32", group=group),
+        table=INT8,
+        bytes_NB=rounded_NK.view(torch.uint8),
+        num_columns=weight_NK.shape[1],
+        scales_NG=scales_NG,
+    )

@@ -80,7 +80,7 @@ class MicroBatch:
     @property
     def is_grouped(self) -> bool:
         """Returns whether some of the sequences take part in some layers only."""
-        return any(s.layers is not None for s in self.slices)
+        return bool([piece for piece in self.slices if piece.layers is not None])
 
     @property
     def num_tokens(self) -> int:
@@ -108,9 +108,12 @@ class StepPlan:
     routes: RouteAsk | None = None
     needed_LE: NDArray[np.float32] | None = field(default=None, compare=False)
     parked: tuple[int, ...] = ()
+    num_guesses: int = 0  # tokens that a network guesses behind each sequence that is sampled
 
     @property
     def slices(self) -> list[SequenceSlice]:
+        if len(self.micro_batches) == 1:
+            return [*self.micro_batches[0].slices]
         return [s for batch in self.micro_batches for s in batch.slices]
 
     @property

@@ -340,6 +340,7 @@ class LLM:
                     if take_delta(job, answer, delta, self._engine.abort):
                         del open_answers[delta.request_id]
                         progress.advance(task)
-                seconds = max(time.monotonic() - clock, 1e-9)
-                progress.update(task, speed=f"{num_tokens / seconds:.0f} tok/s")
+                if use_progress_bar:
+                    seconds = max(time.monotonic() - clock, 1e-9)
+                    progress.update(task, speed=f"{num_tokens / seconds:.0f} tok/s")
         self._engine.check_integrity()

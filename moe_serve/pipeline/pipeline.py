@@ -22,6 +22,7 @@ from moe_serve.model.stage.attention_stage import AttentionStage
 from moe_serve.model.stage.step_inputs import StepInputs
 from moe_serve.model.step_plan import MicroBatch, StepPlan
 from moe_serve.pipeline.exchange.next_layer import NextLayer
+from moe_serve.pipeline.exchange.step_shape import exchange_order
 from moe_serve.pipeline.groups.micro_batch_state import MicroBatchState, SegmentedState
 from moe_serve.pipeline.groups.parked_states import ParkedStates
 from moe_serve.pipeline.groups.segments import SegmentRows
@@ -59,7 +60,7 @@ class Pipeline:
         self.stacked: StackedLayers | None = None  # if set, runs steps of one micro-batch
         self.turns: RankTurns | None = None  # if set, runs layers whose experts are on other ranks
         self.device = device
-        self.keeps_hidden = False
+        self.keeps_hidden = False  # in steps that ask for guesses
         self.hidden_RD: Tensor | None = None  # the last step's states behind its logits, if kept
         self.keeps_every_row = False
         self.hidden_TD: Tensor | None = None  # the last step's states of all its rows, if kept
@@ -85,7 +86,8 @@ class Pipeline:
         )
         self._tap.take_stacked(result)
         self._log.passed_layers(since, 0.0)
-        self.hidden_RD = hidden_of_logits(batch, result.hidden_TD) if self.keeps_hidden else None
+        has_hidden = self.keeps_hidden and plan.num_guesses > 0
+        self.hidden_RD = hidden_of_logits(batch, result.hidden_TD) if has_hidden else None
         self.hidden_TD = result.hidden_TD if self.keeps_every_row else None
         return result.logits_RV
 
@@ -111,7 +113,8 @@ class Pipeline:
                 logits, hidden = result.logits_RV, result.hidden_TD
         self._log.passed_layers(since, 0.0)
         last = rows.segments[-1].batch
-        self.hidden_RD = hidden_of_logits(last, hidden) if self.keeps_hidden else None
+        has_hidden = self.keeps_hidden and plan.num_guesses > 0
+        self.hidden_RD = hidden_of_logits(last, hidden) if has_hidden else None
         self.hidden_TD = None
         return logits
 
@@ -143,7 +146,7 @@ class Pipeline:
                 continue
             parts.append(self._stage.logits(state.hidden_TD, logit_rows, state.inputs))
             self._log.add(Stage.LOGITS, NO_LAYER, index, len(parts[-1]), start)
-            if self.keeps_hidden:
+            if self.keeps_hidden and plan.num_guesses:
                 hidden.append(state.hidden_TD.index_select(0, logit_rows))
             if self.keeps_every_row:
                 every_row.append(state.hidden_TD)
@@ -173,9 +176,16 @@ class Pipeline:
         for index, each in enumerate(begun):
             states.append(each)
             self._pass(0, index, each)
-        for layer in range(1, self._stage.spec.num_layers):
-            for index, state in enumerate(states):
-                self._pass(layer, index, state)
+        following = exchange_order(range(1, self._stage.spec.num_layers), len(states))
+        done = 0
+        while done < len(following):
+            layer, index = following[done]
+            if index == 0 and self.turns is not None:
+                done += (num_passed := self.turns.run_step(layer, states))
+                if num_passed:
+                    continue
+            self._pass(layer, index, states[index])
+            done += 1
         for index, state in enumerate(states):
             self._finish(index, state)
             yield state

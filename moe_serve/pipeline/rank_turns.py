@@ -1,4 +1,5 @@
 """Runs an attention rank's part of a layer as one call: from the experts' sums to the next rows.
+Where all ranks are on one host, the layers of a step are one call, with the messages between them.
 
     wait for sums | add them, next attention and router, fill in frames | send | shared expert
 
@@ -8,13 +9,20 @@ width.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from moe_kernels.interface.rank_kernels import (
     AttentionTurn,
     FrameShape,
     RankKernels,
     TurnLayer,
+    TurnStep,
     WrongFrameError,
 )
 from moe_serve.cache.kv_cache import KVCache
@@ -26,6 +34,38 @@ from moe_serve.pipeline.groups.micro_batch_state import MicroBatchState
 from moe_serve.pipeline.route_tap import RouteTap
 from moe_serve.pipeline.timeline.stage_log import StageLog
 from moe_serve.pipeline.timeline.timeline_recorder import Stage
+
+StepLayer = tuple[int, TurnLayer, int, Any | None]  # see RankKernels.turn_step
+
+
+@dataclass(frozen=True, slots=True)
+class BoundLayers:
+    """Layers that one call can run, if they follow each other. `places`: of each among them."""
+
+    call: TurnStep
+    places: Mapping[int, int]
+    num_layers: int
+    has_shared: bool
+
+    @classmethod
+    def of(
+        cls, stage: AttentionStage, calls: RankKernels, layers: Sequence[StepLayer]
+    ) -> BoundLayers:
+        return cls(
+            calls.turn_step(layers),
+            {layer[0]: place for place, layer in enumerate(layers)},
+            len(stage.layers),
+            any(layer[3] is not None for layer in layers),
+        )
+
+    def run_from(self, first: int) -> list[int]:
+        """Returns the layers from `first` on that one call can run."""
+        rest = range(first, self.num_layers)
+        return list(itertools.takewhile(self.places.__contains__, rest))
+
+    def empty_shared(self, hidden_TD: Tensor) -> Tensor | None:
+        """Returns memory for what a shared expert gives, if there is one."""
+        return torch.empty_like(hidden_TD, dtype=torch.float32) if self.has_shared else None
 
 
 class RankTurns:
@@ -50,8 +90,10 @@ class RankTurns:
         shapes = [layer.attention for layer in stage.spec.layers]
         self._shapes = list(dict.fromkeys(shapes))
         self._shape_of = [self._shapes.index(shape) for shape in shapes]  # by layer
-        self._split: RowSplit | None = None  # that the copies below are of
+        self._split: RowSplit | None = None  # that the copies and layers below are of
         self._copies: dict[int, Any | None] = {}
+        self._lanes = transport.native_lanes(calls)
+        self._layers: BoundLayers | None = None  # made when they are first used
 
     @classmethod
     def of(
@@ -97,6 +139,72 @@ class RankTurns:
             log.add(Stage.SHARED, layer, index, turn.num_rows, start)
         return True
 
+    def run_step(self, first: int, states: Sequence[MicroBatchState]) -> int:
+        """Runs layers from `first` on as one call with the messages between them, as far as this is
+        possible. Returns the number of exchanges whose rows were sent: of all micro-batches in a
+        layer, then of the next layer. Raises PeerLostError."""
+        if not self._lanes.is_usable or self._tap.is_on:
+            return 0
+        for state in states:
+            is_away = state.is_away_by_turn and state.layer_away == first - 1
+            if not is_away or self._following(first, state) is None:
+                return 0
+        if self._layers is None:
+            self._layers = BoundLayers.of(self._stage, self._calls, self._step_layers())
+        bound, num_batches = self._layers, len(states)
+        layers, place = bound.run_from(first), bound.places.get(first, 0)
+        if not layers:
+            return 0
+        turns = [self._turn(state) for state in states]
+        shared = [bound.empty_shared(state.hidden_TD) for state in states]
+        end, error = self._lanes.run(
+            lambda lanes: bound.call(
+                place,
+                len(layers),
+                first - 1,
+                turns,
+                [state.plans for state in states],
+                lanes,
+                self._transport.step_key(first),
+                [state.shared_TD for state in states],
+                shared,
+            ),
+            lambda: bound.call.place,
+            layers,
+            num_batches,
+            lambda done: self._transport.leg(  # the sums that are waited for
+                first - 1 + done // num_batches, done % num_batches
+            ),
+        )
+        for index, (state, turn) in enumerate(zip(states, turns, strict=True)):
+            num_passed = end.done // num_batches + (index < end.done % num_batches)
+            if num_passed:
+                last = state.layer_away = first + num_passed - 1
+                state.hidden_TD = turn.hidden_TD
+                state.shared_TD = shared[index] if self._stage.has_mlp(last) else None
+                self._transport.expect(last, index, turn.counts)
+        self._transport.sent(end.done)
+        if error is not None:
+            raise error
+        return end.done
+
+    def _step_layers(self) -> list[StepLayer]:
+        """Returns the layers that a call of several may run."""
+        found = []
+        for layer, weights in enumerate(self._stage.layers):
+            front, copies, mlp = self._stage.front(layer), None, weights.mlp
+            split = self._transport.split
+            if split is not None and self._shape.num_ranks > 1:
+                copies = self._copies_of(layer, split)
+                if copies is None:
+                    continue
+            if front is None or (mlp is not None and mlp.gate is not None):
+                continue
+            turn = TurnLayer(front, self._cache.layers[layer], None, copies)
+            bank = None if mlp is None else mlp.bank
+            found.append((layer, turn, self._shape_of[layer], bank))
+        return found
+
     def finish(self, index: int, state: MicroBatchState) -> None:
         """Adds the sums of a layer whose rows `run` has sent."""
         turn, layer = state.turn, state.layer_away
@@ -122,7 +230,7 @@ class RankTurns:
             return None
         split = self._transport.split
         if split is not self._split:
-            self._split, self._copies = split, {}
+            self._split, self._copies, self._layers = split, {}, None
         copies = None
         if split is not None and self._shape.num_ranks > 1:
             copies = self._copies_of(layer, split)

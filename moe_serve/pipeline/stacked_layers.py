@@ -105,4 +105,6 @@ def hidden_of_logits(batch: MicroBatch, hidden_TD: Tensor) -> Tensor:
     for piece in batch.slices:
         end += len(piece.token_ids)
         rows.extend(range(end - piece.num_logits, end))
+    if len(rows) == len(hidden_TD):
+        return hidden_TD
     return hidden_TD.index_select(0, torch.tensor(rows, dtype=torch.int64))

@@ -45,6 +45,7 @@ from moe_serve.planning.exchange_timing import (
 from moe_serve.planning.layout_fits import (
     LayoutRequest,
     check_layouts,
+    check_num_processes,
     measure_layouts,
     usual_layouts,
 )
@@ -103,6 +104,7 @@ def calibrate(request: CalibrationRequest, progress: Progress) -> Calibration:
     reached, and ClusterError if the ranks of a layout cannot start.
     """
     clock = time.monotonic()
+    check_num_processes(request.layouts or ())
     progress("loading", 0.0)
     model = load_measured_model(request.folder, request.device, request.num_threads)
     shapes = request.layouts
@@ -111,7 +113,7 @@ def calibrate(request: CalibrationRequest, progress: Progress) -> Calibration:
         num_bytes = weights.attention + weights.experts
         usual = usual_layouts(model.spec, model.device, num_bytes)
         shapes = () if request.is_quick else usual
-    check_layouts(shapes, model.device)
+    check_layouts(shapes, model.device, model.spec)
     stopwatch = Stopwatch(model.device, 0.03 if request.is_quick else 0.12)
     fits: list[FitReport] = []
     experts, expert_cost = _measure_experts(model, request.is_quick, stopwatch, progress, fits)

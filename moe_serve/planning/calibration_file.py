@@ -11,7 +11,7 @@ from moe_serve.errors import ConfigError, shortened
 from moe_serve.pipeline.costs.cost_model import LinkCosts, StageCosts
 from moe_serve.regular_file import regular_file
 
-SCHEMA = 1
+SCHEMA = 2
 _MAX_BYTES = 2**20
 
 

@@ -34,6 +34,7 @@ from moe_serve.planning.whole_steps import StepSample, fit_whole_steps
 Report = Callable[[str, Fit], None]
 
 _SHARDS = (1, 2, 4)
+_LEAST_PROCESSES, _PER_CORE = 16, 4  # that a layout may have
 _SLOWER = 1.02  # beside another cell; less is noise
 
 
@@ -176,12 +177,34 @@ def fit_sharded(costs: StageCosts, found: RankSteps) -> tuple[AttentionCost, Fit
     return cost, found_fit
 
 
-def check_layouts(shapes: Sequence[CellShape], device: torch.device) -> None:
-    """Raises ConfigError if this machine has too few GPUs for a layout."""
-    if device.type != "cuda":
-        return
+def check_num_processes(shapes: Sequence[CellShape]) -> None:
+    """Raises ConfigError for a layout with far more processes than this machine has cores: their
+    steps would only measure how they wait for each other."""
+    num_cores = os.cpu_count() or 1
+    most = max(_LEAST_PROCESSES, _PER_CORE * num_cores)
     for shape in shapes:
-        if shape.num_processes > torch.cuda.device_count():
+        if shape.num_processes > most:
+            raise ConfigError(
+                f"layouts has {shape.ranks}, which takes {shape.num_processes} processes, and this "
+                f"machine has {num_cores} cores: use layouts of at most {most} processes."
+            )
+
+
+def check_layouts(shapes: Sequence[CellShape], device: torch.device, spec: ModelSpec) -> None:
+    """Raises ConfigError for a layout over which the model cannot be spread, or for which this
+    machine has too few GPUs."""
+    num_experts = spec.router.num_experts
+    for shape in shapes:
+        if shape.expert_ranks > num_experts:
+            raise ConfigError(
+                f"layouts has {shape.ranks}, but the model has {num_experts} experts and each "
+                f"expert rank needs one: use at most {num_experts} expert ranks."
+            )
+        try:
+            check_shards(spec, shape.attention_tp)
+        except ConfigError as error:
+            raise ConfigError(f"layouts has {shape.ranks}: {error}") from None
+        if device.type == "cuda" and shape.num_processes > torch.cuda.device_count():
             raise ConfigError(
                 f"layouts has {shape.ranks}, which takes {shape.num_processes} GPUs, but this "
                 f"machine has {torch.cuda.device_count()}: leave it out."

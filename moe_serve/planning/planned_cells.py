@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from moe_serve.config.cells import parse_cell
 from moe_serve.config.sections import EngineConfig
-from moe_serve.engine.watch.cells_control import CellsControl
+from moe_serve.engine.watch.cells_control import (
+    ANYWHERE,
+    CellPlace,
+    CellsControl,
+    NodeStatus,
+)
 from moe_serve.planning.plan_memory import plan_memory
 
 
@@ -16,13 +22,19 @@ class PlannedCells:
     def __init__(self, cells: CellsControl, config: EngineConfig) -> None:
         self._cells, self._config = cells, config
 
-    def add_cell(self, shape: str, *, number: int | None = None, by_hand: bool = False) -> int:
+    def add_cell(
+        self, shape: str, *, number: int | None = None, place: CellPlace = ANYWHERE
+    ) -> int:
         """See `CellsControl.add_cell`. Waits for a moment, as it reads the model's config."""
-        if not by_hand:
+        if place == ANYWHERE:
             layout = f"1x({parse_cell(shape).ranks})"
             cells = replace(self._config.cells, layout=layout)
             plan_memory(replace(self._config, cells=cells)).check()
-        return self._cells.add_cell(shape, number=number, by_hand=by_hand)
+        return self._cells.add_cell(shape, number=number, place=place)
+
+    def nodes(self) -> Sequence[NodeStatus]:
+        """See `CellsControl.nodes`."""
+        return self._cells.nodes()
 
     def remove_cell(self, index: int) -> None:
         """See `CellsControl.remove_cell`."""

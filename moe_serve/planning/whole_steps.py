@@ -33,6 +33,8 @@ _BATCHES = (1, 2, 4, 8, 16, 32, 64)  # requests in progress
 _PROMPTS, _ANSWERS = ((8, 64), (64, 1024)), (4, 64)  # tokens, from and to
 _MOST_ROWS = 1024  # of a step, as in the server's defaults
 _SCATTER_STEPS = 33
+_MOST_SCATTER = 2.0  # of measured over predicted times
+_NUM_FITS = 3  # each with the times that the one before predicts
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class StepSample:
         return self.load.num_rows + self.num_other_rows
 
 
-class _NotingExecutor(LocalExecutor):
+class NotingExecutor(LocalExecutor):
     """Notes the load of the last step."""
 
     load = BatchLoad.decode(0, 0)
@@ -80,7 +82,7 @@ def whole_steps(
     requests = RandomRequests(model.spec.vocab_size, model.max_context)
     sampler = Sampler(frozenset(model.spec.eos_token_ids))
     for most in _BATCHES:
-        executor = _NotingExecutor(one_call_pipeline(model), sampler)
+        executor = NotingExecutor(one_call_pipeline(model), sampler)
         config = SchedulerConfig(max_num_seqs=most, max_batched_tokens=_MOST_ROWS)
         engine = measured_engine(executor, model, config)
         for is_long in (False, True):
@@ -124,22 +126,24 @@ class RandomRequests:
 
 
 def fit_whole_steps(experts: Experts, samples: Items[StepSample]) -> tuple[WholeStep, Fit]:
-    """Fits the steps. The slowest tenth beside a first fit is left out, as other programs slowed
-    it, and the scatter has the quantiles of the others.
+    """Fits the steps. Those that took more than twice what a first fit predicts are left out, as
+    other programs slowed them, and the scatter has the quantiles of the others.
 
     Steps weigh by their seconds: a loop of short steps has many more of them than one of long
-    steps, and both took the same time.
+    steps, and both took the same time. A deviation counts relative to the predicted time: relative
+    to the measured one, a slow step would count less than a fast one, and short steps, which
+    scatter most, would be predicted too short.
     """
     columns = np.array([_terms(experts, sample) for sample in samples], dtype=np.float64)
     seconds = np.array([sample.seconds for sample in samples])
-    first = np.array(fit(columns, seconds, seconds).errors)  # predicted / measured - 1
-    usual = first >= np.quantile(first, 0.1)
-    found = fit(columns[usual], seconds[usual], seconds[usual])
-    # Relative errors are smallest if times are a little too short; the sum of all must be right.
-    factor = float(seconds[usual].sum() / (columns[usual] @ found.coefficients).sum())
-    coefficients = [factor * each for each in found.coefficients]
-    alpha_s, row_s, kv_token_s, pair_s, expert_s, sequence_s, *few_rows_s = coefficients
-    ratios = 1 / (factor * (1 + np.array(found.errors)))
+    found = fit(columns, seconds, seconds)
+    for _ in range(_NUM_FITS):
+        predicted = columns @ np.array(found.coefficients)
+        usual = seconds <= _MOST_SCATTER * predicted
+        columns, seconds, predicted = columns[usual], seconds[usual], predicted[usual]
+        found = fit(columns, seconds, seconds**2 / predicted)
+    alpha_s, row_s, kv_token_s, pair_s, expert_s, sequence_s, *few_rows_s = found.coefficients
+    ratios = 1 / (1 + np.array(found.errors))
     scatter = np.quantile(ratios, np.linspace(0, 1, _SCATTER_STEPS)).tolist()
     whole = WholeStep(
         alpha_s=alpha_s,

@@ -13,6 +13,7 @@ from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.execute.step_executor import StepExecutor
 from moe_serve.engine.schedule.policy.arrival_order import BALANCED, FIFO
+from moe_serve.engine.service.service_policy import ServicePolicy
 from moe_serve.engine.service.service_state import ServiceState
 from moe_serve.errors import ConfigError
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES, MicroBatchChooser
@@ -101,10 +102,11 @@ def make_cluster(
     *,
     whole: WholeSeconds | None = None,
     place: StepPlace | None = None,
+    policy: ServicePolicy | None = None,
 ) -> tuple[ClusterEngine, InstantCoordinator]:
     """Builds a cluster's engine over ranks that compute nothing. `ids`: of sequences; `whole`,
-    `place`: see `InstantCoordinator`."""
-    service = ServiceState.of(limits.scheduler, clock)
+    `place`: see `InstantCoordinator`; `policy`: of the service tiers of several cells."""
+    service = ServiceState.of(limits.scheduler, clock, policy=policy)
 
     def make_engine(executor: RemoteExecutor, ids: itertools.count[int]) -> Engine:
         return _engine(executor, ids, limits, clock, service)

@@ -17,6 +17,7 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
+from moe_serve.engine.service.admission import Admission
 from moe_serve.simulate.balancer import Balancer, FewestRequests
 from moe_serve.simulate.simulated_cell import SimulatedCell
 from moe_serve.simulate.simulated_timeline import SimulatedTimeline
@@ -109,7 +110,7 @@ class World:
             service=job.service,
             session=job.session,
         )
-        if self._is_refused(job, times):
+        if is_refused(self._cells[index].engine.admission, job, times):
             self._done.append(times)
             self._send_next(at_s)
             return
@@ -126,23 +127,6 @@ class World:
             self._push(at_s, _START, index)
         if not self._is_closed:
             self._send_next(at_s)
-
-    def _is_refused(self, job: SimulatedRequest, times: RequestTimes) -> bool:
-        """Asks the cell whether it accepts a request, as the HTTP server does, and notes its
-        forecast."""
-        admission = self._cells[times.cell].engine.admission
-        if admission is None:
-            return False
-        arguments = job.service, times.num_prompt, job.priority, times.due_s
-        forecast, refusal = admission.forecast(*arguments), admission.check(*arguments)
-        times.predicted_ttft_s = None if forecast is None else forecast.predicted_s
-        times.is_refused = refusal is not None
-        if refusal is not None:
-            times.error = (
-                f"its first token would come after {refusal.predicted_ttft_s:.3f} s, its target is "
-                f"{refusal.target_ttft_s:g} s: retry after {refusal.retry_after_s:.3f} s"
-            )
-        return times.is_refused
 
     def _start(self, at_s: float, index: int) -> None:
         """Runs a cell's next step. Its tokens are known now, and come out when it ends."""
@@ -211,6 +195,23 @@ class World:
         self._is_busy[index] = self._cells[index].engine.has_work
         if self._is_busy[index]:
             self._push(at_s, _START, index)
+
+
+def is_refused(admission: Admission | None, job: SimulatedRequest, times: RequestTimes) -> bool:
+    """Asks whether a server accepts a request, as its HTTP side does, and notes the forecast and
+    the refusal. `admission` None: it accepts all."""
+    if admission is None:
+        return False
+    arguments = job.service, times.num_prompt, job.priority, times.due_s
+    forecast, refusal = admission.forecast(*arguments), admission.check(*arguments)
+    times.predicted_ttft_s = None if forecast is None else forecast.predicted_s
+    times.is_refused = refusal is not None
+    if refusal is not None:
+        times.error = (
+            f"its first token would come after {refusal.predicted_ttft_s:.3f} s, its target is "
+            f"{refusal.target_ttft_s:g} s: retry after {refusal.retry_after_s:.3f} s"
+        )
+    return times.is_refused
 
 
 @contextlib.contextmanager

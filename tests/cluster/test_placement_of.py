@@ -11,6 +11,9 @@ from experts.placement.plan_file import write_placement
 from experts.placement.problem.placement import Placement, contiguous
 from moe_serve.cluster.members import cluster_model
 from moe_serve.cluster.members.cluster_model import ClusterModel, placement_of
+from moe_serve.config.cell_config import cell_shapes, config_of_cell
+from moe_serve.config.cells import CellsConfig
+from moe_serve.config.keys import check_engine_config
 from moe_serve.config.sections import ClusterConfig, EngineConfig, ModelConfig, ReplicaPolicyName
 from moe_serve.engine.opened_model import ServedCheckpoint
 from moe_serve.errors import ConfigError
@@ -66,3 +69,15 @@ def test_copies_are_chosen_by_rows_where_one_side_routes_for_all(
     assert not ClusterModel.read(EngineConfig(cluster=chosen)).is_routing_on_experts
     with pytest.raises(ConfigError, match=rf"replica_choice '{choice}'.*use 'round-robin', or"):
         ClusterModel.read(EngineConfig(cluster=replace(chosen, router="experts")))
+
+
+def test_cells_of_several_numbers_of_expert_ranks_have_a_file_for_each() -> None:
+    cells = CellsConfig(layout="1x(1A1E) 1x(1A2E)")
+    of = EngineConfig(cells=cells, cluster=ClusterConfig(placement="plans/{expert_ranks}.json"))
+    check_engine_config(of)
+    shapes = enumerate(cell_shapes(of))
+    placements = [config_of_cell(of, index, shape).cluster.placement for index, shape in shapes]
+    assert placements == ["plans/1.json", "plans/2.json"]
+    one_file = replace(of, cluster=ClusterConfig(placement="plan.json"))
+    with pytest.raises(ConfigError, match=r"have 1, 2: .* such as plans/{expert_ranks}.json"):
+        check_engine_config(one_file)

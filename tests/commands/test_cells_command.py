@@ -83,7 +83,7 @@ def test_a_cell_is_added_and_the_command_waits_until_it_serves(
     server.lists = [[cell(0, "serving"), cell(1, state)] for state in ("starting", "serving")]
     result = run("add", "1A1E", "--number", "1")
     assert result.exit_code == 0 and "cell-1  serving  1A1E" in result.output, result.output
-    body = {"shape": "1A1E", "number": 1, "by_hand": False}
+    body = {"shape": "1A1E", "number": 1, "by_hand": False, "node": None}
     assert server.asked == [("POST", "/admin/cells", body), ("GET", "/admin/cells", None)]
 
 

@@ -17,7 +17,6 @@ from moe_serve.cli.main import main
 from moe_serve.cli.options import build_options, setting_keys
 from moe_serve.cli.serve.serve import ServeOptions
 from moe_serve.cluster.control.rank_name import RankName
-from moe_serve.cluster.launch.environment import NodeEnvironment
 from moe_serve.cluster.launch.hosts import own_address
 from moe_serve.cluster.launch.launchers import HostCommand
 from moe_serve.cluster.launch.node_layout import fill_nodes
@@ -142,11 +141,8 @@ def test_nodes_need_a_secret(capsys: Capture) -> None:
 def test_a_secret_file_reaches_the_engine(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text("x" * 40 + "\n")
-    node = NodeEnvironment(
-        kind="flags", node_rank=0, num_nodes=2, coordinator_host="h", coordinator_port=1
-    )
     environ: dict[str, str] = {}
-    secret = find_secret(request(secret_file=path), environ, node)
+    secret = find_secret(path, environ, is_needed=True)
     assert secret.text == "x" * 40 and environ == secret.environment()
 
 

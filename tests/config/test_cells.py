@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from moe_serve.config.cells import CellShape, parse_cells
+from moe_serve.config.cell_config import cell_shapes, config_of_cell
+from moe_serve.config.cells import CellsConfig, CellShape, parse_cells
+from moe_serve.config.sections import EngineConfig
 from moe_serve.errors import ConfigError
 
 
@@ -39,3 +41,9 @@ def test_a_layout_that_cannot_be_is_refused_with_what_to_write(text: str, told: 
     with pytest.raises(ConfigError, match="cells.layout") as error:
         parse_cells(text)
     assert told in str(error.value)
+
+
+def test_only_prefill_cells_are_nice() -> None:
+    of = EngineConfig(cells=CellsConfig(layout="1x(1A1E prefill) 1x(1A1E)", prefill_nice=7))
+    shapes = enumerate(cell_shapes(of))
+    assert [config_of_cell(of, i, shape).cells.prefill_nice for i, shape in shapes] == [7, 0]

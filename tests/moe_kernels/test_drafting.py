@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from moe_kernels.cpu.cpu_library import load_cpu_library
-from moe_kernels.interface.head_drafting import DraftBlock, DraftingParts
+from moe_kernels.interface.head_drafting import DraftBlock, DraftingParts, HeadDrafting
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation, Kernels
+from moe_kernels.interface.quantised_matrix import INT8, MatrixForm, QuantisedMatrix, Weight
 from moe_kernels.kernel_choice import choose_kernels
 from moe_kernels.reference.torch_drafting import StepwiseDrafting
 
@@ -18,7 +21,13 @@ native_only = pytest.mark.skipif(
 
 
 def make_parts(
-    kernels: Kernels, dtype: torch.dtype, width: int, hidden: int, num_blocks: int, vocab_size: int
+    kernels: Kernels,
+    dtype: torch.dtype,
+    width: int,
+    hidden: int,
+    num_blocks: int,
+    vocab_size: int,
+    matrix: Callable[[Tensor], Weight] = lambda weight: weight,
 ) -> DraftingParts:
     generator = torch.Generator().manual_seed(width + hidden + vocab_size)
 
@@ -30,7 +39,8 @@ def make_parts(
 
     blocks = []
     for _ in range(num_blocks):
-        expert = ExpertWeights(random(hidden, width), random(hidden, width), random(width, hidden))
+        gate, up, down = random(hidden, width), random(hidden, width), random(width, hidden)
+        expert = ExpertWeights(matrix(gate), matrix(up), matrix(down))
         bank = kernels.experts([expert], GatedActivation())
         blocks.append(DraftBlock(norm_D=norm(), mlp=bank))
     embedding_VD = random(vocab_size, width)
@@ -39,11 +49,24 @@ def make_parts(
         state_norm_D=norm(),
         token_norm_D=norm(),
         output_norm_D=norm(),
-        state_in=kernels.linear(random(width, width)),
-        token_in=kernels.linear(random(width, width)),
+        state_in=kernels.linear(matrix(random(width, width))),
+        token_in=kernels.linear(matrix(random(width, width))),
         blocks=tuple(blocks),
-        output=kernels.linear(embedding_VD),
+        output=kernels.linear(matrix(embedding_VD)),
         norm_eps=1e-6,
+    )
+
+
+def in_int8(weight_NK: Tensor) -> QuantisedMatrix:
+    scales_N1 = weight_NK.float().abs().amax(dim=1, keepdim=True) / 127
+    values_NK = (weight_NK.float() / scales_N1).round().to(torch.int8)
+    form = MatrixForm(values="int8", scales="float32", group=weight_NK.shape[1])
+    return QuantisedMatrix(
+        form=form,
+        table=INT8,
+        bytes_NB=values_NK.view(torch.uint8),
+        num_columns=weight_NK.shape[1],
+        scales_NG=scales_N1,
     )
 
 
@@ -66,12 +89,39 @@ def test_one_call_equals_many(
     parts = make_parts(kernels, dtype, width, hidden, num_blocks, vocab_size)
     drafting = kernels.drafting(parts)
     assert drafting is not None
-    states, tokens = inputs(dtype, width, vocab_size)
-    expected = StepwiseDrafting(kernels, parts)(states, tokens, 6)
-    assert torch.equal(drafting(states, tokens, 6), expected)
-    for row in range(len(states)):
-        alone = drafting(states[row : row + 1], tokens[row : row + 1], 6)
-        assert torch.equal(alone[0], expected[row]), "a draft depends on its neighbours"
+    assert_alike(drafting, StepwiseDrafting(kernels, parts), *inputs(dtype, width, vocab_size))
+
+
+def assert_alike(
+    drafting: HeadDrafting, stepwise: HeadDrafting, states: Tensor, tokens: Tensor
+) -> None:
+    """Asserts that both draft the same, of any length, whatever rows are beside a row."""
+    sure = stepwise(states, tokens, 1).confidences_SM.median().item()
+    for least in (0.0, sure * 0.1, sure * 1.01, 1.0):
+        expected, found = stepwise(states, tokens, 6, least), drafting(states, tokens, 6, least)
+        assert torch.equal(found.tokens_SM, expected.tokens_SM), f"{least=}"
+        assert torch.allclose(found.confidences_SM, expected.confidences_SM, 1e-4, 1e-6)
+        for row in range(len(states)):
+            alone = drafting(states[row : row + 1], tokens[row : row + 1], 6, least)
+            assert torch.equal(alone.tokens_SM[0], expected.tokens_SM[row]), "a neighbour counts"
+
+
+@native_only
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_a_head_in_int8_drafts_in_one_call_too(dtype: torch.dtype) -> None:
+    """Its guesses are nearly those of the exact head."""
+    exact = choose_kernels(torch.device("cpu"), dtype, "native", 2)
+    kernels = exact.for_drafts()
+    assert kernels is not None
+    sizes = (256, 320, 2, 512)
+    parts = make_parts(kernels, dtype, *sizes, matrix=in_int8)
+    drafting = kernels.drafting(parts)
+    assert drafting is not None
+    states, tokens = inputs(dtype, 256, 512)
+    assert_alike(drafting, StepwiseDrafting(kernels, parts), states, tokens)
+    first = StepwiseDrafting(exact, make_parts(exact, dtype, *sizes))(states, tokens, 1)
+    same = drafting(states, tokens, 1).tokens_SM == first.tokens_SM
+    assert same.sum() >= len(states) - 1, "rounding changes few guesses"
 
 
 @native_only
@@ -81,7 +131,7 @@ def test_native_drafts_equal_torchs() -> None:
         kernels = choose_kernels(torch.device("cpu"), torch.float32, name, 1)
         parts = make_parts(kernels, torch.float32, 32, 48, 2, 200)
         drafting = kernels.drafting(parts) or StepwiseDrafting(kernels, parts)
-        drafts.append(drafting(*inputs(torch.float32, 32, 200), 4))
+        drafts.append(drafting(*inputs(torch.float32, 32, 200), 4).tokens_SM)
     assert torch.equal(*drafts)
 
 
@@ -102,6 +152,9 @@ def test_the_first_of_equal_logits_is_drafted() -> None:
     )
     drafting = kernels.drafting(alike)
     assert drafting is not None
-    assert drafting(*inputs(torch.float32, 8, 40), 3).tolist() == [[0, 0, 0]] * 7
-    state = torch.full((1, 8), float("nan"))
-    assert drafting(state, torch.tensor([3]), 2).tolist() == [[0, 0]], "NaN drafts some token"
+    found = drafting(*inputs(torch.float32, 8, 40), 3)
+    assert found.tokens_SM.tolist() == [[0, 0, 0]] * 7
+    assert torch.allclose(found.confidences_SM, torch.tensor(1 / 40)), "all tokens are alike"
+    state, token = torch.full((1, 8), float("nan")), torch.tensor([3])
+    assert drafting(state, token, 2).tokens_SM.tolist() == [[0, 0]], "NaN drafts some token"
+    assert drafting(state, token, 2, 0.5).tokens_SM.tolist() == [[-1, -1]], "but not a sure one"

@@ -6,7 +6,14 @@ import random
 
 import pytest
 
-from moe_kernels.graphs.graph_sizes import GraphSize, GraphSizes, context_buckets, row_buckets
+from moe_kernels.graphs.graph_sizes import (
+    GraphSize,
+    GraphSizes,
+    captured_rows,
+    context_buckets,
+    row_buckets,
+    smallest,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +30,10 @@ from moe_kernels.graphs.graph_sizes import GraphSize, GraphSizes, context_bucket
 )
 def test_numbers_of_rows(most: int, expected: tuple[int, ...]) -> None:
     assert row_buckets(most) == expected
+    if most % 8 == 0:
+        assert [captured_rows(n) for n in range(1, most + 1)] == [
+            smallest(expected, n) for n in range(1, most + 1)
+        ]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ from moe_serve.pipeline.exchange.step_shape import StepShape
 from moe_serve.pipeline.frames.frame_header import WireError
 from moe_serve.pipeline.frames.wire import make_wire_format
 from moe_serve.pipeline.links.data_group import DataGroup
+from moe_serve.pipeline.links.shared_link import SharedLink
+from moe_serve.pipeline.links.transfer import PeerLostError
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.rank_turns import RankTurns
 from moe_serve.pipeline.route_tap import RouteTap
@@ -55,7 +58,8 @@ def piece(sequence: int, start: int, end: int, num_logits: int) -> SequenceSlice
 
 
 def plans() -> list[StepPlan]:
-    """Returns prompts, a step that decodes and reads, and steps of two micro-batches."""
+    """Returns prompts, a step that decodes and reads, and steps of two micro-batches; the last two,
+    which ask for no routes, are not recorded."""
     ask = RouteAsk(frozenset([0, 2]), has_weights=True)
     whole = [piece(0, 0, 33, 1), piece(1, 0, 17, 0)]
     mixed = [piece(0, 33, 34, 1), piece(1, 17, 20, 1), piece(2, 0, 40, 40)]
@@ -63,9 +67,10 @@ def plans() -> list[StepPlan]:
         MicroBatch((piece(0, 34, 35, 1), piece(1, 20, 21, 1))),
         MicroBatch((piece(2, 40, 42, 2),)),
     ]
-    last = StepPlan((MicroBatch((piece(0, 35, 36, 1),)), MicroBatch((piece(2, 42, 43, 1),))), None)
+    apart = StepPlan((MicroBatch((piece(0, 35, 36, 1),)), MicroBatch((piece(2, 42, 43, 1),))), None)
+    last = (piece(0, 36, 37, 1), piece(1, 21, 24, 1), piece(2, 43, 44, 1))
     return [*(StepPlan((MicroBatch(tuple(step)),), ask) for step in (whole, mixed)),
-            StepPlan(tuple(two), ask), last]  # fmt: skip
+            StepPlan(tuple(two), ask), apart, StepPlan((MicroBatch(last),), None)]  # fmt: skip
 
 
 class Ranks:
@@ -138,6 +143,7 @@ class Ranks:
     def _run(self, shape: StepShape, index: int, plan: StepPlan) -> Any:
         pipeline, tap, log = self.pipelines[index]
         self.transports[index].begin(shape)
+        log._is_recording = plan.routes is not None
         log.begin(shape.step)
         logits = pipeline.run(plan)
         choices = tap.end(plan)
@@ -176,6 +182,22 @@ def ranks_of(
                 group.close()
 
 
+def count_exchanges(ranks: Ranks) -> list[int]:
+    """Returns a list that gets the numbers of exchanges that calls of several layers have sent."""
+    found: list[int] = []
+    for pipeline, _, _ in ranks.pipelines:
+        turns = pipeline.turns
+        assert turns is not None, "these ranks have single calls"
+
+        def run_step(first: int, states: Any, of: Any = turns.run_step) -> int:
+            if number := of(first, states):
+                found.append(number)
+            return number
+
+        turns.run_step = run_step  # type: ignore[method-assign]
+    return found
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("attention", "experts", "routes"), [(1, 1, False), (2, 3, False), (2, 2, True), (1, 1, True)]
@@ -195,6 +217,7 @@ def test_single_calls_have_the_bits_of_their_parts(
         ranks_of(loader, *of, routes=routes, is_native=True) as (single, pool),
         ranks_of(loader, *of, routes=routes, is_native=False) as (parts, other_pool),
     ):
+        passed = count_exchanges(single)
         for number, plan in enumerate(plans()):
             got, wanted = single.step(number, plan, pool), parts.step(number, plan, other_pool)
             for mine, theirs in zip(got, wanted, strict=True):
@@ -202,6 +225,9 @@ def test_single_calls_have_the_bits_of_their_parts(
                 for choices, expected in zip(mine[1], theirs[1], strict=True):
                     assert np.array_equal(choices, expected), f"step {number}"
                 assert mine[2] == theirs[2], f"the records of step {number}"
+        sparse = [layer.is_sparse for layer in loader.spec.layers]
+        num_joined = sum(a and b for a, b in itertools.pairwise(sparse))  # messages between layers
+        assert sum(passed) == 3 * num_joined * attention, "micro-batches of steps not recorded"
         for mine, theirs in zip(single.caches, parts.caches, strict=True):
             for layer, expected in zip(mine.layers, theirs.layers, strict=True):
                 assert torch.equal(layer.keys, expected.keys)
@@ -221,6 +247,7 @@ def test_an_expert_rank_that_fails_is_named_and_the_next_step_works(
             raise RuntimeError("no such luck")
 
         with monkeypatch.context() as patch:
+            patch.setattr(services, "step_layers", lambda *_: None)
             patch.setattr(services, "serve", lambda *_: None)
             patch.setattr(stage, "partial", partial)
             shape = StepShape(1, 0, ((prompt.micro_batches[0].num_tokens,),))
@@ -234,3 +261,75 @@ def test_an_expert_rank_that_fails_is_named_and_the_next_step_works(
         for number, plan in enumerate((prompt, following), 1):
             ((logits, _, _),) = ranks.step(number, plan, pool)
             assert logits.isfinite().all()
+
+
+def unrecorded(*pieces: SequenceSlice) -> StepPlan:
+    return StepPlan((MicroBatch(pieces),))
+
+
+def test_a_layer_that_fails_within_a_call_of_several_is_named(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = ModelLoader(folders["gpt_oss"], kernels="native", num_threads=1)
+    with ranks_of(loader, 1, 2, routes=False, is_native=True) as (ranks, pool):
+        ranks.step(0, unrecorded(piece(0, 0, 33, 1)), pool)
+        stage, services = ranks.loops[1]._stage, ranks.loops[1]._services
+        assert services is not None, "its layers are single calls"
+        serve, decode = services.serve, unrecorded(piece(0, 33, 34, 1))
+        ((before, _, _),) = ranks.step(1, decode, pool)
+
+        def only_some(bank: Any, exchange: Any, *parts: Any) -> Any:
+            return None if exchange.layer == 2 else serve(bank, exchange, *parts)
+
+        def partial(*_: Any) -> Any:
+            raise RuntimeError("no such luck")
+
+        passed = count_exchanges(ranks)
+        with monkeypatch.context() as patch:
+            patch.setattr(services, "step_layers", lambda *_: None)
+            patch.setattr(services, "serve", only_some)
+            patch.setattr(stage, "partial", partial)
+            shape = StepShape(1, 2, ((1,),))
+            loops = [pool.submit(loop.run, shape) for loop in ranks.loops]
+            with pytest.raises(WireError, match="layer 2, micro-batch 0: expert-1 failed"):
+                ranks._run(shape, 0, decode)
+            ranks.transports[0].abandon()
+            for loop in loops:
+                loop.result(60.0)
+        assert passed == [2], "layers 1 and 2 were sent by one call"
+        ((after, _, _),) = ranks.step(3, decode, pool)
+        assert torch.equal(before, after)
+
+
+def links_of(group: DataGroup) -> list[SharedLink]:
+    links = group.shared_links(list(group._links))
+    assert links is not None, "all ranks are on this host"
+    return links
+
+
+@pytest.mark.parametrize("how", ["silent", "closed"])
+def test_a_peer_that_is_lost_within_a_call_of_several_layers_is_named(
+    folders: dict[str, Path], how: str
+) -> None:
+    loader = ModelLoader(folders["gpt_oss"], kernels="native", num_threads=1)
+    with ranks_of(loader, 1, 1, routes=False, is_native=True) as (ranks, pool):
+        for number, end in enumerate((17, 18)):
+            start = 0 if number == 0 else 17
+            ranks.step(number, unrecorded(piece(0, start, end, 1)), pool)
+        why = "(the peer closed the connection|Connection reset by peer)"
+        group = ranks.loops[0]._group
+        if how == "silent":
+            why = "silent for 0.05 s"
+            for each in (ranks.transports[0]._group, group):
+                for link in links_of(each):
+                    link._timeout_s, link._lane, link._is_mapped = 0.05, None, False
+        else:
+            pool.submit(lambda: links_of(group)[0].has_message(60.0) and group.close())
+        where = "step 2, layer 0, micro-batch 0"
+        with pytest.raises(PeerLostError, match=rf"expert-0 is lost \(combine of {where}\): {why}"):
+            ranks._run(StepShape(1, 2, ((1,),)), 0, unrecorded(piece(0, 18, 19, 1)))
+        if how == "silent":
+            where = "step 2, layer 1, micro-batch 0"  # the rows of layer 0 have arrived
+            lost = rf"attention-0 is lost \(dispatch of {where}\): {why}"
+            with pytest.raises(PeerLostError, match=lost):
+                ranks.loops[0].run(StepShape(1, 2, ((1,),)))

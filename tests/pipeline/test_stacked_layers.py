@@ -84,7 +84,8 @@ def test_one_call_has_the_bits_of_the_layers(
 ) -> None:
     loader = ModelLoader(folders[name], kernels="native", dtype=dtype, num_threads=2)
     runs = stacked, plain = Run(loader, True), Run(loader, False)
-    for number, plan in enumerate(plans()):
+    for number, each in enumerate(plans()):
+        plan = replace(each, num_guesses=1)
         for run in runs:
             run.log.begin(number)
         logits, expected = (run.pipeline.run(plan) for run in runs)

@@ -32,7 +32,7 @@ def _set(*path: str | int, value: object) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_set("schema", value=2), "has calibration schema 2, but this version reads 1"),
+        (_set("schema", value=1), "has calibration schema 1, but this version reads 2"),
         (_set("schema", value=None), "has calibration schema None"),
         (_set("costs", "link", "transfer", "alpha_s", value="fast"), r"Expected `float`.*alpha_s"),
         (_set("costs", "link", "transfer", "alpha_s", value=-1.0), "negative times"),

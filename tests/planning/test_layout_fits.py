@@ -9,7 +9,12 @@ from moe_serve.errors import ConfigError
 from moe_serve.pipeline.costs.cost_model import AttentionCost
 from moe_serve.pipeline.costs.step_costs import BatchLoad
 from moe_serve.pipeline.costs.whole_step import WholeStep, busiest
-from moe_serve.planning.layout_fits import parse_layouts, share_of, with_layout
+from moe_serve.planning.layout_fits import (
+    check_num_processes,
+    parse_layouts,
+    share_of,
+    with_layout,
+)
 from moe_serve.planning.rank_steps import PairRates, RankStep, RankSteps
 from tests.support.cluster.calibrations import cpu_calibration
 
@@ -70,5 +75,7 @@ def test_the_share_of_the_machine_makes_two_cells_as_slow_as_measured(
 
 def test_layouts_are_written_as_cells_are() -> None:
     assert [each.ranks for each in parse_layouts("1A2E,1a2e, 2A2E tp2")] == ["1A2E", "2A2E tp2"]
+    with pytest.raises(ConfigError, match="layouts has 1A5000E, which takes 5001 processes"):
+        check_num_processes(parse_layouts("1A1E,1A5000E"))
     with pytest.raises(ConfigError, match="layouts cannot be"):
         parse_layouts("1A")

@@ -35,6 +35,9 @@ from moe_serve.engine.schedule.policy.policy import BatchPolicy
 from moe_serve.engine.schedule.scheduler import Scheduler
 from moe_serve.engine.schedule.starter import Starter
 from moe_serve.engine.schedule.waiting_queue import WaitingQueue
+from moe_serve.engine.service.admission import Admission
+from moe_serve.engine.service.service_policy import ServicePolicy
+from moe_serve.engine.service.service_state import ServiceState
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.costs.micro_batch_choice import MicroBatchChooser
 from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, StepCosts
@@ -203,7 +206,7 @@ def test_the_room_makes_no_decision_of_the_server() -> None:
     deciding = names_of(
         Scheduler, WaitingQueue, BatchPolicy, PrefixCache, MicroBatchChooser, ClusterEngine, Engine,
         CellMoves, CellRouter, Migration, OpenMoves, StepRates, LinkRates, Autoscaler,
-        PlannedPolicy, PlanTable, RateForecast,
+        PlannedPolicy, PlanTable, RateForecast, ServicePolicy, ServiceState, Admission,
     )  # fmt: skip
     implemented = names_of(
         StepCosts, StepExecutor, StepCoordinator, SimulatedCell, World, CellLimits, CellLike,
@@ -222,7 +225,8 @@ def test_the_room_makes_no_decision_of_the_server() -> None:
                 is_own = isinstance(owner, ast.Name) and owner.id in ("self", "cls")
                 is_private = node.attr.startswith("_") and not node.attr.startswith("__")
                 assert is_own or not is_private, f"{name} reaches into {node.attr}"
-    counts = {"has_work", "num_running", "num_waiting", "admission", "rank_engines", "start_of"}
-    assert used["engine"] <= counts | {"add", "step", "begin", "wait", "end"}
+    counts = {"has_work", "num_running", "num_waiting", "rank_engines", "start_of"}
+    deciders = {"admission", "service"}
+    assert used["engine"] <= counts | deciders | {"add", "step", "begin", "wait", "end"}
     assert used["_moves"] == {"add", "before_step", "after_step", "turn"}
     assert used["_autoscaler"] == {"wanted"}

@@ -92,8 +92,18 @@ def test_cells_with_roles_and_their_number(
     scaled = report_of(tmp_path / "b.json", *model, "--cells", "(1D)", *load, *scale, *wave)
     assert scaled.cells is not None and scaled.cells.scale is not None
     assert scaled.cells.scale.policy == "planned" and scaled.cells.scale.share <= 1
+    capsys.readouterr()
+    target = (*model, "--cells", "(1D)", *load, *scale[:1], "target", *scale[2:], *wave)
+    assert run(*target) == 0
+    assert "2 cells keep ttft 1000 ms, tpot 50 ms with up to 0." in " ".join(
+        capsys.readouterr().err.split()
+    )
     for arguments, message in (
         (("--cells", "(1D)", "--devices", "2"), "--devices is in --cells: leave it out"),
+        (
+            ("--cells", "(1D)", "--autoscale", "target", "--load", "2", "--trace", "T"),
+            "--load is a share of the capacity of a fixed number of cells: leave --autoscale out",
+        ),
         (("--cells", "(1D prefill)"), "has cells with the role prefill and none with the role"),
         (("--cells", "(3D tp2)"), "3 devices do not divide into attention ranks of 2"),
         (("--min-cells", "2"), "--min-cells belongs to --cells LAYOUT"),
@@ -103,6 +113,9 @@ def test_cells_with_roles_and_their_number(
     ):
         assert run(*model, *arguments, "--concurrency", "1") == 2, arguments
         assert message in capsys.readouterr().err.splitlines()[-1], arguments
+    empty = ("--cells", "(1D)", "--autoscale", "target", "--slo", "ttft=1s", "--duration", "1")
+    assert run(*model, *empty, "--rate", "0.001") == 2
+    assert "the workload has no requests" in capsys.readouterr().err
 
 
 def test_prefixes_of_a_trace_are_found(tmp_path: Path) -> None:
@@ -226,18 +239,27 @@ def burst(folder: Path, num: int) -> str:
     return str(path)
 
 
-def test_tiers_reach_the_scheduler_and_the_report(tmp_path: Path, capsys: Capture) -> None:
-    """At twice the capacity the order decides which tier keeps its target."""
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("--devices", "8", "--layout", "colocated", "--tensor-shards", "8"),
+        ("--cells", "1x(8D tp8 prefill) 1x(8D tp8 decode)"),
+    ],
+)
+def test_tiers_reach_the_scheduler_and_the_report(
+    tmp_path: Path, capsys: Capture, layout: tuple[str, ...]
+) -> None:
+    """At twice the capacity the order decides which tier keeps its target, in all cells alike."""
     tiers = tmp_path / "tiers.yaml"
     tiers.write_text(TIERS, "utf-8")
     common = (
-        *QWEN, "--layout", "colocated", "--tensor-shards", "8", "--trace", burst(tmp_path, 90),
-        "--tiers", str(tiers), "--load", "2", "--max-num-seqs", "2", "--max-batched-tokens", "256",
+        *QWEN[:-2], *layout, "--trace", burst(tmp_path, 60), "--tiers", str(tiers),
+        "--load", "2", "--max-num-seqs", "2", "--max-batched-tokens", "256",
     )  # fmt: skip
     met = {}
     for order in ("fifo", "atc"):
         report = report_of(tmp_path / f"{order}.json", *common, "--order", order)
-        assert report.service is not None and report.summary.num_ok == 90
+        assert report.service is not None and report.summary.num_ok == 60
         assert [tier.name for tier in report.service.tiers] == ["fast", "slow"]
         assert {tenant.name for tenant in report.service.tenants} == {"t0", "t1", "t2"}
         met[order] = report.service.tiers[0].attained

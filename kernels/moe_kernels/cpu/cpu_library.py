@@ -52,8 +52,10 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "moe_front": (*[_POINTER] * 10, _INT, _POINTER, _INT),
     "moe_stack": (_POINTER, _POINTER),
     "moe_turn": (_POINTER,),
+    "moe_turn_step": (_POINTER,),
+    "moe_service_step": (_POINTER,),
     "moe_service": (_POINTER, _POINTER),
-    "moe_draft": (*[_POINTER] * 4, *[_INT] * 2),
+    "moe_draft": (*[_POINTER] * 5, *[_INT] * 2, _REAL),
     "moe_add": (*[_POINTER] * 4, *[_INT] * 2),
     "moe_add_signs": (*[_POINTER] * 2, _INT, _POINTER, *[_INT] * 2),
     "moe_attend_latent": (

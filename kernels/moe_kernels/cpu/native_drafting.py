@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_kernels.cpu.cpu_library import Int, NativeLibrary, Pointer
 from moe_kernels.cpu.native_experts import ExpertTable
 from moe_kernels.cpu.native_linear import NativeLinear
-from moe_kernels.interface.head_drafting import DraftingParts
+from moe_kernels.interface.head_drafting import DraftingParts, Guesses
 
 
 class _BlockStruct(ctypes.Structure):
@@ -65,20 +65,25 @@ class NativeDrafting:
         )
         self._pointer = ctypes.addressof(self._struct)
 
-    def __call__(self, state_SD: Tensor, token_ids_S: Tensor, most: int) -> Tensor:
+    def __call__(
+        self, state_SD: Tensor, token_ids_S: Tensor, most: int, least: float = 0.0
+    ) -> Guesses:
         num_rows, width = state_SD.shape
         assert width == self._width and state_SD.is_contiguous(), f"states lie at {state_SD.shape}"
         assert token_ids_S.shape == (num_rows,) and token_ids_S.is_contiguous(), "a token for each"
-        drafts_SM = torch.empty(num_rows, most, dtype=torch.int64)
+        tokens_SM = torch.full((num_rows, most), -1, dtype=torch.int64)
+        confidences_SM = torch.zeros(num_rows, most)
         self._function(
             self._pointer,
             state_SD.data_ptr(),
             token_ids_S.data_ptr(),
-            drafts_SM.data_ptr(),
+            tokens_SM.data_ptr(),
+            confidences_SM.data_ptr(),
             num_rows,
             most,
+            least,
         )
-        return drafts_SM
+        return Guesses(tokens_SM, confidences_SM)
 
 
 def _native(linear: object) -> NativeLinear:

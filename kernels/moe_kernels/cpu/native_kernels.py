@@ -58,6 +58,7 @@ from moe_kernels.interface.quantised_matrix import (
     PackedLayout,
     Weight,
 )
+from moe_kernels.interface.rank_kernels import RankKernels
 from moe_kernels.interface.routing import RouterShape
 from moe_kernels.interface.sign_matrix import SignedExpert, SignMatrix
 
@@ -98,6 +99,7 @@ class NativeKernels:
         self._rms_norm = self._native.function("moe_rms_norm")
         self._add = self._native.function("moe_add")
         self._route, self._largest = library.moe_route, library.moe_largest
+        self._num_found, self._found = 0, ((ctypes.c_float * 0)(), (ctypes.c_int64 * 0)())
         self._routers: dict[RouterShape, _RouterStruct] = {}
 
     def packed_layout(self, form: MatrixForm) -> PackedLayout | str:
@@ -201,23 +203,26 @@ class NativeKernels:
         is_native = isinstance(parts.head, NativeLinear)
         return NativeStack(self._native, parts) if is_native else None
 
-    def rank_calls(self) -> NativeRankCalls:
+    def rank_calls(self) -> RankKernels:
         return NativeRankCalls(self._native, self._router)
 
-    def largest(self, x_RN: Tensor) -> tuple[Tensor, Tensor]:
+    def largest(self, x_RN: Tensor) -> tuple[list[float], list[int]]:
         assert x_RN.is_contiguous() and x_RN.dtype == torch.float32, f"rows of {x_RN.dtype}"
         num_rows, width = x_RN.shape
-        values_R = torch.empty(num_rows, dtype=torch.float32)
-        places_R = torch.empty(num_rows, dtype=torch.int64)
-        self._largest(
-            x_RN.data_ptr(), places_R.data_ptr(), values_R.data_ptr(), num_rows, width,
-            self._native.threads,
-        )  # fmt: skip
-        return values_R, places_R
+        if num_rows != self._num_found:  # making the types takes longer than a call
+            self._found = (ctypes.c_float * num_rows)(), (ctypes.c_int64 * num_rows)()
+            self._num_found = num_rows
+        values, places = self._found
+        self._largest(x_RN.data_ptr(), places, values, num_rows, width, self._native.threads)
+        return values[:], places[:]
 
     def drafting(self, parts: DraftingParts) -> NativeDrafting | None:
         is_native = isinstance(parts.output, NativeLinear)  # a shard's head gathers its columns
         return NativeDrafting(self._native, parts) if is_native else None
+
+    def for_drafts(self) -> NativeKernels:
+        native = self._native
+        return NativeKernels(native.library, native.dtype, native.threads, "int8")
 
     def token_sampler(self) -> None:
         return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from moe_kernels.cpu.cpu_library import Int, NativeLibrary, Pointer, address
 from moe_kernels.cpu.native_experts import ExpertTable
 from moe_kernels.cpu.native_front import NativeFront
 from moe_kernels.cpu.native_linear import NativeRouterLinear
+from moe_kernels.cpu.native_rank_steps import NativeLane, NativeServiceStep, NativeTurnStep
 from moe_kernels.interface.rank_kernels import (
     TURN_CLOCKS,
     CopyTable,
@@ -95,6 +96,15 @@ class NativeRankCalls:
     def copies(self, copies: CopyTable) -> NativeCopies:
         return NativeCopies(copies)
 
+    def lane(self, socket: int, timeout_s: float) -> NativeLane:
+        return NativeLane(socket, timeout_s)
+
+    def turn_step(self, layers: Sequence[tuple[int, TurnLayer, int, Any | None]]) -> NativeTurnStep:
+        return NativeTurnStep(self._native, layers)
+
+    def service_step(self) -> NativeServiceStep:
+        return NativeServiceStep(self._native)
+
     def turn(
         self,
         shape: FrameShape,
@@ -152,7 +162,7 @@ class NativeTurn:
         self._function, self._keeps_choices = native.function("moe_turn"), keeps_choices
         self._inputs, self._shape = (positions_T, kv_rows), shape
         self.hidden_TD, self.x_TD = hidden_TD, torch.empty_like(hidden_TD)
-        self._out_TD, self._is_new = torch.empty_like(hidden_TD), True
+        self._out_TD = torch.empty_like(hidden_TD)
         self._times = _numbers(TURN_CLOCKS)()
         pointers, numbers = _pointers(num_ranks), _numbers(num_ranks)
         self._addresses = pointers(), pointers()
@@ -174,12 +184,16 @@ class NativeTurn:
             num_rows=num_rows,
             threads=native.threads,
         )
-        self._pointer = ctypes.addressof(self._struct)
+        self.pointer = ctypes.addressof(self._struct)
         self._make_choices()
 
     @property
     def times(self) -> tuple[int, ...]:
         return tuple(self._times)
+
+    @property
+    def counts(self) -> list[int]:
+        return self._counts[:]
 
     def add(self, sums: list[int | None], shared_TD: Tensor | None) -> None:
         self._take(sums, shared_TD)
@@ -208,6 +222,11 @@ class NativeTurn:
         sizes: list[int] = self._sizes[:]
         return sizes
 
+    def give_shared(self, shared_TD: Tensor | None) -> None:
+        """Sets what the shared expert gave, for a call of several layers."""
+        assert self.hidden_TD is self._out_TD, "the rows are with the experts"
+        self._struct.shared = address(shared_TD)
+
     def _take(self, sums: list[int | None] | None, shared_TD: Tensor | None) -> None:
         struct = self._struct
         struct.hidden, struct.shared = self.hidden_TD.data_ptr(), address(shared_TD)
@@ -218,7 +237,7 @@ class NativeTurn:
             assert self.hidden_TD is not self._out_TD, "the rows are with the experts"
 
     def _call(self) -> None:
-        wrong: int = self._function(self._pointer)
+        wrong: int = self._function(self.pointer)
         if wrong:
             raise WrongFrameError(wrong - 1)
         self.hidden_TD = self._out_TD
@@ -254,7 +273,7 @@ class NativeService:
             num_experts=parts.num_experts,
             rank=parts.rank,
         )
-        self._pointer = ctypes.addressof(self._struct)
+        self.pointer = ctypes.addressof(self._struct)
 
     def __call__(
         self, bank: Any, key: bytes, rows: list[int], sums: list[int], planned: list[int]
@@ -265,7 +284,7 @@ class NativeService:
         self._rows[:], self._sums[:] = [*rows], [*sums]
         self._planned[:] = [*planned]
         self._struct.key[: len(key)] = key
-        if self._function(self._pointer, bank.pointer):
+        if self._function(self.pointer, bank.pointer):
             return None
         return self._sizes[:]
 

@@ -71,6 +71,15 @@ def row_buckets(max_rows: int) -> tuple[int, ...]:
     return (*(rows for rows in steps if rows < max_rows), max_rows)
 
 
+def captured_rows(num_rows: int) -> int:
+    """Returns the rows of the graph that serves a step, if all that `row_buckets` has are recorded
+    up to a multiple of 8."""
+    for rows in _FIRST_ROWS:
+        if num_rows <= rows:
+            return rows
+    return -(-num_rows // _ROWS_STEP) * _ROWS_STEP
+
+
 def context_buckets(max_positions: int) -> tuple[int, ...]:
     """512, 2048, 8192 and so on, up to `max_positions` and with it: a step may launch four times
     the programs that it needs, most of which end at once, and the graphs stay few."""

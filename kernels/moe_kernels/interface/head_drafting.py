@@ -1,6 +1,6 @@
 """A drafting head as one call: many small products whose cost is mostly in calling them.
 
-S sequences, D model width, V vocabulary.
+S sequences, D model width, V vocabulary, M tokens of a draft.
 """
 
 from __future__ import annotations
@@ -41,7 +41,21 @@ class DraftingParts:
     norm_eps: float
 
 
-class HeadDrafting(Protocol):
-    """States [S, D], tokens [S] (int64) -> the `most` likeliest tokens in turn [S, most], int64."""
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """Tokens guessed in turn, and the probability that the head gives to each. A sequence with
+    fewer than M has -1 behind its last one."""
 
-    def __call__(self, state_SD: Tensor, token_ids_S: Tensor, most: int) -> Tensor: ...
+    tokens_SM: Tensor  # int64
+    confidences_SM: Tensor  # fp32
+
+
+class HeadDrafting(Protocol):
+    """States [S, D] and tokens [S] (int64) -> at most `most` likeliest tokens in turn.
+
+    A sequence ends before the token with which the product of its confidences falls below `least`.
+    """
+
+    def __call__(
+        self, state_SD: Tensor, token_ids_S: Tensor, most: int, least: float = 0.0
+    ) -> Guesses: ...

@@ -10,12 +10,14 @@ experts, M the most copies of an expert.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from moe_kernels.interface.kv_form import KVPages
+from moe_kernels.interface.rank_lanes import Lane, StepEnd
 
 TURN_CLOCKS = 3  # see `AttentionTurn.times`
 
@@ -79,6 +81,11 @@ class AttentionTurn(Protocol):
     num_rows: int
 
     @property
+    def counts(self) -> list[int]:
+        """The rows that each rank has got in the last layer."""
+        ...
+
+    @property
     def times(self) -> tuple[int, ...]:
         """The ns from the last call's begin until sums were added, the front had run, and frames
         were filled in."""
@@ -135,8 +142,88 @@ class ServiceParts:
     copies: Any | None = None  # as `RankCalls.copies` returns them
 
 
+@dataclass(frozen=True, slots=True)
+class StepKey:
+    """The key of a step's first exchange, and the places in it of the two numbers (uint32) in which
+    other exchanges of the step differ: layer and micro-batch."""
+
+    first: bytes
+    layer_at: int
+    batch_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsOfLayer:
+    """A layer of an expert rank: its number, its service, and the bank that it uses now."""
+
+    number: int
+    service: Any
+    bank: Any
+
+
+class TurnStep(Protocol):
+    """The layers of an attention rank as one call, with the messages between them."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The number of exchanges that were sent, and the rank that is waited for (another number:
+        none). Safe from any thread."""
+        ...
+
+    def __call__(
+        self,
+        first: int,
+        count: int,
+        before: int,
+        turns: Sequence[Any],
+        plans: Sequence[Sequence[Any]],
+        lanes: Sequence[Any],
+        key: StepKey,
+        before_TD: Sequence[Tensor | None],
+        shared_TD: Sequence[Tensor | None],
+    ) -> StepEnd:
+        """Runs `count` layers, from the place `first` of those given on, until their rows are sent.
+
+        The rows of layer `before` are with the experts. By micro-batch: its turn, the plans of its
+        attention by shape, what the shared expert of layer `before` gave, and memory for those of
+        the layers (needed if one has a shared expert). `lanes`: to the expert ranks."""
+        ...
+
+
+class ServiceStep(Protocol):
+    """The exchanges of an expert rank as one call, with the messages between them."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """See `TurnStep.place`."""
+        ...
+
+    def __call__(
+        self,
+        layers: list[ExpertsOfLayer],
+        rows: Sequence[Sequence[int]],
+        lanes: Sequence[Any],
+        key: StepKey,
+    ) -> StepEnd:
+        """Serves all exchanges of layers. `rows`: planned, by attention rank and micro-batch.
+        `lanes`: to the attention ranks."""
+        ...
+
+
 class RankKernels(Protocol):
     """Makes the calls of both sides."""
+
+    def lane(self, socket: int, timeout_s: float) -> Lane:
+        """Returns a link whose notices travel on a socket. A peer that is silent for longer is
+        lost."""
+        ...
+
+    def turn_step(self, layers: Sequence[tuple[int, TurnLayer, int, Any | None]]) -> TurnStep:
+        """Binds layers: each with its number, the place of its attention's shape among the plans,
+        and the bank of its shared expert. The plans in them are not used."""
+        ...
+
+    def service_step(self) -> ServiceStep: ...
 
     def copies(self, copies: CopyTable) -> Any:
         """Returns the places of a layer's experts as the calls take them."""

@@ -35,9 +35,9 @@ class FittedScales:
     first: Tensor
     factors: Tensor  # a leaf of the graph
 
-    @property
-    def now(self) -> Tensor:
-        return self.first * self.factors
+    def at(self, places_N: Tensor) -> Tensor:
+        """Returns some scales as they are now."""
+        return self.first[places_N] * self.factors[places_N]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Signs:
 
     def weight(self) -> Tensor:
         """Returns what is added to the matrix now."""
-        return self.scales.now[self.places_N][:, None] * self.signs_NK.float()
+        return self.scales.at(self.places_N)[:, None] * self.signs_NK.float()
 
 
 @dataclass(frozen=True, slots=True)

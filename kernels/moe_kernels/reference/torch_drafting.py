@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from moe_kernels.interface.head_drafting import DraftingParts
+from moe_kernels.interface.head_drafting import DraftingParts, Guesses
 from moe_kernels.interface.kernels import Kernels
 
 
@@ -15,14 +16,30 @@ class StepwiseDrafting:
     def __init__(self, kernels: Kernels, parts: DraftingParts) -> None:
         self._kernels, self._parts = kernels, parts
 
-    def __call__(self, state_SD: Tensor, token_ids_S: Tensor, most: int) -> Tensor:
-        parts, drafted = self._parts, list[Tensor]()
+    def __call__(
+        self, state_SD: Tensor, token_ids_S: Tensor, most: int, least: float = 0.0
+    ) -> Guesses:
+        parts, tokens, confidences = self._parts, list[Tensor](), list[Tensor]()
+        left_S = torch.ones(len(state_SD), device=state_SD.device)
+        is_on_S = torch.ones(len(state_SD), dtype=torch.bool, device=state_SD.device)
         for _ in range(most):
             state_SD = self._step(state_SD, token_ids_S)
             normed_SD = self._kernels.rms_norm(state_SD, parts.output_norm_D, parts.norm_eps)
-            token_ids_S = parts.output(normed_SD).float().max(dim=1).indices
-            drafted.append(token_ids_S)
-        return torch.stack(drafted, dim=1)
+            logits_SV = parts.output(normed_SD).float()
+            top_S, token_ids_S = logits_SV.max(dim=1)
+            confidence_S = 1.0 / (logits_SV - top_S[:, None]).exp().sum(dim=1)
+            left_S = left_S * confidence_S
+            if least > 0.0:
+                is_on_S = is_on_S & (left_S >= least)
+            tokens.append(torch.where(is_on_S, token_ids_S, -1))
+            confidences.append(torch.where(is_on_S, confidence_S, 0.0))
+            if not is_on_S.any():
+                break
+        absent = most - len(tokens)
+        return Guesses(
+            F.pad(torch.stack(tokens, dim=1), (0, absent), value=-1),
+            F.pad(torch.stack(confidences, dim=1), (0, absent)),
+        )
 
     def _step(self, state_SD: Tensor, token_ids_S: Tensor) -> Tensor:
         parts, norm, eps = self._parts, self._kernels.rms_norm, self._parts.norm_eps

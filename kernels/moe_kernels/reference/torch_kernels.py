@@ -219,14 +219,17 @@ class TorchKernels:
     def layer_stack(self, parts: StackParts) -> None:
         return None
 
-    def largest(self, x_RN: Tensor) -> tuple[Tensor, Tensor]:
+    def largest(self, x_RN: Tensor) -> tuple[list[float], list[int]]:
         values_R, places_R = x_RN.max(dim=-1)
-        return values_R, places_R
+        return values_R.tolist(), places_R.tolist()
 
     def rank_calls(self) -> None:
         return None
 
     def drafting(self, parts: DraftingParts) -> None:
+        return None
+
+    def for_drafts(self) -> None:
         return None
 
     def token_sampler(self) -> None:

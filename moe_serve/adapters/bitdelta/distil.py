@@ -91,7 +91,7 @@ class _PlacedTensors(BitDeltaTensors):
     places: Mapping[AdaptedMatrix, Tensor]
 
     def matrix(self, target: AdaptedMatrix) -> SignMatrix | None:
-        matrix = BitDeltaTensors.matrix(self, target)
+        matrix = BitDeltaTensors.matrix(self, target)  # super() fails in classes with slots
         return None if matrix is None else replace(matrix, scales_N=self.places[target])
 
 
@@ -119,9 +119,11 @@ def distil(
     before, tuned_perplexity = _measured(student, teacher, texts.held_out)
     _fit(student, teacher, scales.factors, texts.fitted, recipe, progress)
     after, _ = _measured(student, teacher, texts.held_out)
-    fitted = scales.now.detach() if after.divergence < before.divergence else scales.first
+    fitted = scales
+    if not after.divergence < before.divergence:
+        fitted = FittedScales(scales.first, torch.ones(count))
     return Distilled(
-        scales={m: fitted[places[t].long()] for t, m in read.signs.items()},
+        scales={m: fitted.at(places[t].long()).detach() for t, m in read.signs.items()},
         before=before,
         after=after,
         tuned_perplexity=tuned_perplexity,

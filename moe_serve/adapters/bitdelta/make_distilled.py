@@ -66,7 +66,6 @@ def _signed(files: AdapterFiles, scales: Mapping[str, Tensor]) -> list[SignedEnt
     def read(module: str) -> Signs:
         return Signs(files.read(module + SIGN), scales[module])
 
-    # A row is stored in whole bytes, so its width is that of the matrix only in these bytes.
     return [
         SignedEntry(module, _shape(files, module), len(own), partial(read, module))
         for module, own in scales.items()
@@ -74,6 +73,7 @@ def _signed(files: AdapterFiles, scales: Mapping[str, Tensor]) -> list[SignedEnt
 
 
 def _shape(files: AdapterFiles, module: str) -> tuple[int, ...]:
+    """Returns the shape of a matrix, whose rows may fill their last byte in part only."""
     num_rows, num_bytes = files.shape(module + SIGN)
     return num_rows, num_bytes * 8
 

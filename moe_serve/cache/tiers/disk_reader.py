@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 from moe_serve.cache.tiers.disk_index import DiskIndex, SlotPlace
 from moe_serve.cache.tiers.page_cipher import PageCipher
 from moe_serve.cache.tiers.slot import StoredPage
-from moe_serve.cache.tiers.store import LoadDone, LoadProgress
+from moe_serve.cache.tiers.store import LoadDone, LoadedPages, LoadProgress
 
 _log = logging.getLogger(__name__)
 
 _NUM_THREADS = 2
 _PART = 8  # pages that a thread reads at a time
+_TOLD_PARTS = 4  # after so many more a waiting engine is told, and takes pages meanwhile
 _PROBED = 16  # pages read at the start, to measure the disk before the first request needs it
 _NICENESS = 5
 
@@ -44,7 +45,7 @@ class _ReadRun:
     pages: list[list[NDArray[np.uint8]]] = field(default_factory=list)
     is_cancelled: bool = False
 
-    def beginning(self) -> tuple[NDArray[np.uint8], ...]:
+    def beginning(self) -> LoadedPages:
         """Returns the pages from the first on that were read so far. Threads may still read."""
         pages: list[NDArray[np.uint8]] = []
         for part, read in zip(self.parts, self.pages, strict=True):
@@ -73,7 +74,7 @@ class DiskReader:
         self._runs: dict[int, _ReadRun] = {}  # by job
         self._lock = threading.Lock()
         self._done: deque[LoadDone] = deque()
-        self._has_done = threading.Event()
+        self._has_news = threading.Event()
         self._wake: Callable[[], None] = _nothing
         self.num_pages = Counter[str]()  # by LoadResult
         self.num_bytes = 0
@@ -113,7 +114,12 @@ class DiskReader:
             return None
         return LoadProgress(sum(map(len, run.pages)), time.perf_counter() - run.begin)
 
-    def cancel(self, job: int) -> tuple[NDArray[np.uint8], ...]:
+    def read_pages(self, job: int, start: int) -> LoadedPages:
+        """See `PageStore.read_pages`."""
+        run = self._runs.get(job)
+        return () if run is None else run.beginning()[start:]
+
+    def cancel(self, job: int) -> LoadedPages:
         """See `PageStore.cancel`."""
         run = self._runs.get(job)
         if run is None:
@@ -123,7 +129,7 @@ class DiskReader:
 
     def take_done(self) -> list[LoadDone]:
         """See `PageStore.take_done`."""
-        self._has_done.clear()
+        self._has_news.clear()
         done = []
         while self._done:
             done.append(self._done.popleft())
@@ -131,7 +137,7 @@ class DiskReader:
 
     def wait(self, seconds: float) -> None:
         """See `PageStore.wait`."""
-        self._has_done.wait(seconds)
+        self._has_news.wait(seconds)
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         """See `PageStore.set_waker`."""
@@ -155,6 +161,8 @@ class DiskReader:
                 run.num_left -= 1
                 if run.num_left == 0:
                     self._finish(run)
+                elif run.num_left % _TOLD_PARTS == 0:
+                    self._has_news.set()
 
     def _finish(self, run: _ReadRun) -> None:
         pages = run.beginning()
@@ -166,7 +174,7 @@ class DiskReader:
             self.num_bytes += done.num_bytes
             self.rate = done.num_bytes / max(seconds, 1e-9)
         self._done.append(done)
-        self._has_done.set()
+        self._has_news.set()
         self._wake()
 
     def _read_some(

@@ -33,11 +33,19 @@ from moe_serve.cache.tiers.page_cipher import DiskKey, PageCipher, check_key
 from moe_serve.cache.tiers.page_memory import PageBuffers
 from moe_serve.cache.tiers.segment import Segment
 from moe_serve.cache.tiers.slot import ALIGNMENT, SlotHeader, StoredPage, slot_bytes
-from moe_serve.cache.tiers.store import LoadDone, LoadProgress, SavedPage, TierStats
+from moe_serve.cache.tiers.store import (
+    LoadDone,
+    LoadedPages,
+    LoadProgress,
+    SavedPage,
+    TierStats,
+)
 
 _log = logging.getLogger(__name__)
 
 _MOST_QUEUED_BYTES = 64 * 2**20
+_GATHER_S, _GATHERED = 0.1, 16  # the writer begins so late or with so many pages: it is woken
+# once for the pages of some steps
 _IDLE_S = 1.0  # without a page to write, until its memory goes back to the system
 _MOST_FAILURES = 3  # in turn, before the writer stops
 
@@ -71,6 +79,7 @@ class DiskStore:
         self._state, self._write_state = "reading the weights' digest", ""
         self._open: Segment | None = None  # the file that is being filled
         self._most_queued = max(16, _MOST_QUEUED_BYTES // page_bytes)
+        self._gathered = min(_GATHERED, self._most_queued // 2)
         self._buffers = PageBuffers(self._most_queued + 1, page_bytes)  # one is being written
         self._queue: deque[SavedPage] = deque()
         self._queued: set[bytes] = set()
@@ -123,7 +132,8 @@ class DiskStore:
                 self._num_saves["dropped"] += 1
             self._queue.append(page)
             self._queued.add(page.key)
-            self._changed.notify_all()
+            if len(self._queue) in (1, self._gathered):  # it waits for no other
+                self._changed.notify_all()
 
     def load(self, job: int, keys: Sequence[bytes]) -> None:
         """See `PageStore.load`."""
@@ -133,7 +143,11 @@ class DiskStore:
         """See `PageStore.progress`."""
         return self._reader.progress(job)
 
-    def cancel(self, job: int) -> tuple[NDArray[np.uint8], ...]:
+    def read_pages(self, job: int, start: int) -> LoadedPages:
+        """See `PageStore.read_pages`."""
+        return self._reader.read_pages(job, start)
+
+    def cancel(self, job: int) -> LoadedPages:
         """See `PageStore.cancel`."""
         return self._reader.cancel(job)
 
@@ -223,6 +237,8 @@ class DiskStore:
             while not self._queue and not self._is_closing:
                 if not self._changed.wait(_IDLE_S if self._buffers.is_used else None):
                     self._buffers.trim()
+                elif len(self._queue) < self._gathered and not self._is_closing:
+                    self._changed.wait(_GATHER_S)
             return self._queue.popleft() if self._queue else None
 
     def _keep(self, page: SavedPage) -> None:

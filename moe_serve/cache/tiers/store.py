@@ -25,12 +25,15 @@ class SavedPage:
     data: NDArray[np.uint8]
 
 
+LoadedPages = tuple[NDArray[np.uint8], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class LoadDone:
     """The end of a load: the pages of the run's beginning that were read and proven."""
 
     job: int
-    pages: tuple[NDArray[np.uint8], ...]
+    pages: LoadedPages
     num_wanted: int
     seconds: float  # from the first read to the last, without the time in the queue
 
@@ -118,7 +121,12 @@ class PageStore(Protocol):
         """Returns how far a load is; None before its first read, and once it has ended."""
         ...
 
-    def cancel(self, job: int) -> tuple[NDArray[np.uint8], ...]:
+    def read_pages(self, job: int, start: int) -> LoadedPages:
+        """Returns the pages of a load that runs which were read so far without a gap, from `start`
+        on. The load's end, or `cancel`, returns them again."""
+        ...
+
+    def cancel(self, job: int) -> LoadedPages:
         """Ends a load after the pages that are being read now. Returns the pages of the run's
         beginning that were read before. `take_done` still returns the load's end."""
         ...
@@ -128,7 +136,7 @@ class PageStore(Protocol):
         ...
 
     def wait(self, seconds: float) -> None:
-        """Waits until a load ends, at most for a time."""
+        """Waits until a load ends or has read many more pages, at most for a time."""
         ...
 
     def set_waker(self, wake: Callable[[], None]) -> None:

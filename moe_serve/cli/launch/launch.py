@@ -176,6 +176,12 @@ def launch(options: LaunchOptions) -> None:
     run = options.run
     log = {} if run.log_format is None else {"log.format": run.log_format}
     begin_log(log, os.environ, run.config_file)
+    if options.nodes.join is not None:
+        # Imported late, as below.
+        from moe_serve.cli.launch.join_node import join_launch
+
+        join_launch(options, os.environ)
+        return
     request = launch_request(options)
     if options.files.emit_kind is not None:
         emit(request, os.environ)

@@ -7,8 +7,9 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import typer
@@ -16,7 +17,7 @@ import typer
 from moe_serve.cli.console import optional_output
 from moe_serve.cli.launch.launch_options import LaunchRequest
 from moe_serve.cli.serve.serve import check_can_listen, check_is_guarded
-from moe_serve.cli.serve.service import run_service
+from moe_serve.cli.serve.service import BuildEngine, run_service
 from moe_serve.cluster.cell_start import NewCell, StarterOfCell
 from moe_serve.cluster.control.channel import Channel
 from moe_serve.cluster.control.secret import ClusterSecret, new_secret, read_secret
@@ -33,10 +34,12 @@ from moe_serve.cluster.started_cells import build_cells
 from moe_serve.cluster.started_ranks import MakeStarter, build_cluster
 from moe_serve.config.cell_config import cell_shapes
 from moe_serve.config.logs import is_json_log, set_up_logs
-from moe_serve.config.sections import Config
+from moe_serve.config.sections import Config, EngineConfig
 from moe_serve.config.sources import CLUSTER_SECRET_VARIABLE, LoadedConfig
+from moe_serve.engine.build import BuiltEngine
 from moe_serve.errors import ConfigError
 from moe_serve.model.hub.named_model import local_model
+from moe_serve.model.load.weight_reader import LoadProgress
 
 
 def run_node(
@@ -57,7 +60,10 @@ def run_node(
     logging.getLogger("moe_serve.cluster.launch").setLevel(
         logging.INFO
     )  # nodes that joined or left
-    secret = find_secret(request, environ, node)
+    can_be_joined = _can_be_joined(loaded, node)
+    secret = find_secret(
+        request.options.nodes.secret_file, environ, is_needed=node.num_nodes > 1 or can_be_joined
+    )
     if node.node_rank == 0:
         _run_node_0(request, loaded, node, layout, secret)
     else:
@@ -75,15 +81,20 @@ def this_node(request: LaunchRequest, environ: Mapping[str, str]) -> NodeEnviron
     return find_node(request.cluster, environ, hostname, addresses, request.node)
 
 
+def _can_be_joined(loaded: LoadedConfig, node: NodeEnvironment) -> bool:
+    """Returns True if further nodes may join: a launch of cells at an address that it was given."""
+    return node.kind != "single" and bool(cell_shapes(loaded.config.engine))
+
+
 def find_secret(
-    request: LaunchRequest, environ: MutableMapping[str, str], node: NodeEnvironment
+    file: Path | None, environ: MutableMapping[str, str], *, is_needed: bool
 ) -> ClusterSecret:
     """Returns the secret that all nodes share, and puts it into the environment, where the engine
-    reads it."""
-    if (file := request.options.nodes.secret_file) is not None:
+    reads it. `is_needed`: raises ConfigError if there is none."""
+    if file is not None:
         environ[CLUSTER_SECRET_VARIABLE] = f"@{file}"
     secret = read_secret(environ)
-    if secret is None and node.num_nodes > 1:
+    if secret is None and is_needed:
         raise ConfigError(
             f"the nodes need a secret that all share: set {CLUSTER_SECRET_VARIABLE}, or give "
             "--secret-file FILE; make one with: openssl rand -hex 32"
@@ -96,21 +107,34 @@ def find_secret(
 def run_agent(
     config: Config, node: NodeEnvironment, secret: ClusterSecret, environ: Mapping[str, str]
 ) -> None:
-    """Runs the agent until node 0 dismisses it or stays lost, or until a signal arrives and the
-    time to drain has passed."""
-    cluster = config.engine.cluster
+    """Runs the agent of one of the first nodes, see `run_life`."""
 
     def find(timeout_s: float) -> Channel[AgentMessage]:
         channel = connect_agent(node, socket.gethostname(), secret, timeout_s)
         found = f"node {node.node_rank} of {node.num_nodes} has found node 0 at {node.coordinator}"
-        _tell(found)
+        tell(found)
         return channel
 
+    run_life(config, find, secret, environ)
+
+
+def run_life(
+    config: Config,
+    find: Callable[[float], Channel[AgentMessage]],
+    secret: ClusterSecret,
+    environ: Mapping[str, str],
+    *,
+    has_joined: bool = False,
+) -> None:
+    """Runs the agent until node 0 dismisses it or stays lost, or until a signal arrives and the
+    time to drain has passed. `find`: see `NodeLife`."""
+    cluster = config.engine.cluster
     life = NodeLife(
         find,
         lambda host: NodeRanks(host, secret, environ),
         start_timeout_s=cluster.start_timeout_s,
         rejoin_s=cluster.rejoin_s,
+        has_joined=has_joined,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: life.stop(config.server.drain_timeout_s))
@@ -128,15 +152,20 @@ def _run_node_0(
     check_can_listen(loaded.config.server)
     host = own_address(node.coordinator_host, node.num_nodes)
     config = config_of_node_0(loaded.config, layout, host)
+    can_be_joined = _can_be_joined(loaded, node)
+    join_s = config.engine.cluster.rejoin_s if can_be_joined else None
 
     def make_nodes(secret: ClusterSecret) -> NodeStarter:
         """Accepts the agents and waits for them: the engine starts ranks once all have arrived."""
         ranks, num_threads = NodeRanks(host, secret, os.environ), config.engine.model.num_threads
-        starter = NodeStarter(layout, ranks, devices=request.devices(), num_threads=num_threads)
-        if node.num_nodes > 1:
+        starter = NodeStarter(
+            layout, ranks, devices=request.devices(), num_threads=num_threads, join_s=join_s
+        )
+        if node.num_nodes > 1 or can_be_joined:
             try:
                 starter.listen(HostPort(host, node.coordinator_port), secret)
-                _tell(f"node 0 waits for {node.num_nodes - 1} more at {host}:{starter.port}")
+                if node.num_nodes > 1:
+                    tell(f"node 0 waits for {node.num_nodes - 1} more at {host}:{starter.port}")
                 starter.wait_for_nodes(config.engine.cluster.start_timeout_s)
             except BaseException:
                 starter.stop()
@@ -148,10 +177,9 @@ def _run_node_0(
         starter.use_coordinator(HostPort(host, port))
         return starter
 
-    build = functools.partial(build_cluster, make_starter=make_starter)
+    build: BuildEngine = functools.partial(build_cluster, make_starter=make_starter)
     if shapes := cell_shapes(config.engine):
-        nodes = CellNodes(make_nodes, shapes)
-        build = functools.partial(build_cells, starter_of=starter_of_cells(nodes))
+        build = functools.partial(_build_cells, CellNodes(make_nodes, shapes))
     run_service(
         config,
         build,
@@ -160,12 +188,21 @@ def _run_node_0(
     )
 
 
+def _build_cells(
+    nodes: CellNodes, config: EngineConfig, progress: LoadProgress | None = None
+) -> BuiltEngine:
+    built = build_cells(config, progress, starter_of_cells(nodes), nodes)
+    assert built.cells is not None, "there are cells"
+    nodes.remove_cell = built.cells.remove_cell
+    return built
+
+
 def starter_of_cells(nodes: CellNodes) -> StarterOfCell:
     """Returns what starts the ranks of each cell on the nodes of a launch."""
 
     def of_cell(cell: NewCell) -> MakeStarter:
         return lambda host, port, secret, num_threads: nodes.starter_of(
-            cell.index, cell.shape, host, port, secret
+            cell.index, cell.shape, HostPort(host, port), secret, cell.node
         )
 
     return of_cell
@@ -184,7 +221,7 @@ def config_of_node_0(config: Config, layout: NodeLayout, host: str) -> Config:
     return replace(config, engine=engine)
 
 
-def _tell(line: str) -> None:
+def tell(line: str) -> None:
     with optional_output(line):
         typer.echo(line)
 

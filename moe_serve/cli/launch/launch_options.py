@@ -9,13 +9,12 @@ from typing import Literal
 
 from moe_serve.cli.options import argument, option, setting_flags, settings
 from moe_serve.cli.serve.event_options import EventOptions
+from moe_serve.cli.serve.rank_options import RankCounts, RankOptions
 from moe_serve.cli.serve.server_options import (
     BatchOptions,
     HttpOptions,
     ListenOptions,
     ModelOptions,
-    RankCounts,
-    RankOptions,
     RunOptions,
     flag_settings,
 )
@@ -26,6 +25,7 @@ from moe_serve.cluster.launch.deployment import LaunchCommand
 from moe_serve.cluster.launch.emit.kubernetes import KubernetesKind
 from moe_serve.cluster.launch.environment import NodeFlags, node_flags
 from moe_serve.cluster.launch.node_layout import NodeLayout, share_out
+from moe_serve.cluster.launch.node_places import MAX_PLACES
 from moe_serve.config.cell_config import cell_shapes
 from moe_serve.config.sources import LoadedConfig, load_config
 from moe_serve.errors import ConfigError
@@ -59,6 +59,27 @@ class NodeOptions:
     coordinator: str | None = option(
         None,
         help="Address of node 0 as HOST:PORT. Default: detected in the same way as --node-rank.",
+        rich_help_panel=NODES,
+    )
+    join: str | None = option(
+        None,
+        metavar="HOST:PORT",
+        help="Offer this node to a launch that runs: new cells of it may be placed here. This is "
+        "the address that it was given as --coordinator.",
+        rich_help_panel=NODES,
+    )
+    node: str | None = option(
+        None,
+        metavar="NAME",
+        help="Name of this node, with --join. Default: its host name.",
+        rich_help_panel=NODES,
+    )
+    places: int | None = option(
+        None,
+        min=1,
+        max=MAX_PLACES,
+        help="Most ranks that this node takes, with --join. Default: its accelerators, or without "
+        "any its cores.",
         rich_help_panel=NODES,
     )
     secret_file: Path | None = option(
@@ -237,6 +258,8 @@ def wanted_ranks(loaded: LoadedConfig) -> list[RankName]:
 def launch_request(options: LaunchOptions) -> LaunchRequest:
     """Builds the request from the options of `launch`. Raises ConfigError."""
     nodes, run = options.nodes, options.run
+    if nodes.join is None and (nodes.node, nodes.places) != (None, None):
+        raise ConfigError("--node and --places belong to --join HOST:PORT.")
     path = nodes.cluster
     cluster = None if path is None else read_cluster_file(path)
     if any(not key.startswith("@") for key in options.api_key or ()):
@@ -244,7 +267,7 @@ def launch_request(options: LaunchOptions) -> LaunchRequest:
             "launch takes API keys only from a file, because other users of a node can see "
             "its command line: give --api-key @FILE."
         )
-    counts = RankCounts(cells=options.counts.cells)
+    counts = replace(options.counts, attention_ranks=None, expert_ranks=None)
     rest = replace(options, counts=counts)  # the nodes' part sets the others
     flags = setting_flags(rest)
     if run.config_file is not None:

@@ -15,14 +15,13 @@ import typer
 from moe_serve.cli.options import argument, option, settings, with_options
 from moe_serve.cli.serve.adapter_options import AdapterOptions
 from moe_serve.cli.serve.event_options import EventOptions
+from moe_serve.cli.serve.rank_options import RankCounts, RankOptions
 from moe_serve.cli.serve.server_options import (
     HTTP,
     BatchOptions,
     HttpOptions,
     ListenOptions,
     ModelOptions,
-    RankCounts,
-    RankOptions,
     RunOptions,
     flag_settings,
 )

@@ -11,7 +11,7 @@ from moe_serve.cli.options import option
 from moe_serve.cli.serve.event_options import ENDPOINT, event_settings
 from moe_serve.errors import ConfigError, shortened
 
-MODEL, LIMITS, RANKS, HTTP, RUN = "Model", "Limits", "Ranks", "HTTP", "Run"
+MODEL, LIMITS, HTTP, RUN = "Model", "Limits", "HTTP", "Run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,62 +148,6 @@ class BatchOptions:
         "suffix, head, mtp or self), num_speculative_tokens, prompt_lookup_min, prompt_lookup_max. "
         "Answers stay the same. Default: off.",
         rich_help_panel=LIMITS,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankCounts:
-    """Options about the numbers of ranks."""
-
-    attention_ranks: int | None = option(
-        None,
-        key="cluster.attention_ranks",
-        help="Number of attention ranks. Each one computes attention for its own requests and has "
-        "its own KV cache. With 0 here and in --expert-ranks, one process does everything. "
-        "Default: 0.",
-        rich_help_panel=RANKS,
-    )
-    expert_ranks: int | None = option(
-        None,
-        key="cluster.expert_ranks",
-        help="Number of expert ranks. Each one is a process that holds and computes some of the "
-        "experts. Default: 0.",
-        rich_help_panel=RANKS,
-    )
-    cells: str | None = option(
-        None,
-        key="cells.layout",
-        help="Groups of ranks that step independently, instead of --attention-ranks and "
-        "--expert-ranks, such as '1x(1A1E prefill) 2x(1A2E decode)'. Default: one.",
-        rich_help_panel=RANKS,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankOptions:
-    """Options about the ranks."""
-
-    attention_tp: int | None = option(
-        None,
-        key="cluster.attention_tp",
-        help="Number of processes that share the attention heads of each attention rank (tensor "
-        "parallelism). Default: 1.",
-        rich_help_panel=RANKS,
-    )
-    placement: str | None = option(
-        None,
-        key="cluster.placement",
-        help="JSON file that assigns experts to expert ranks, written by `moe-serve place --out`. "
-        "Default: each rank holds an equal number of consecutive experts.",
-        rich_help_panel=RANKS,
-    )
-    timeline: str | None = option(
-        None,
-        "--timeline",
-        key="pipeline.timeline",
-        help="File for a timeline of what every rank does; `moe-serve timeline` reads it. "
-        "Default: no timeline is written.",
-        rich_help_panel=RANKS,
     )
 
 

@@ -192,6 +192,8 @@ def _serve(
         cells = built.cells
         if cells is not None and has_local_ranks:
             cells = PlannedCells(cells, config.engine)
+        if cells is not None and built.scale_with is not None:
+            built.scale_with(engine.stats, cells)
         app = create_app(
             engine,
             model,

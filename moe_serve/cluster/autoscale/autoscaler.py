@@ -24,6 +24,14 @@ class ScaleLimits:
     num_changes: int = 4
 
 
+@dataclass(frozen=True, slots=True)
+class Possible:
+    """The fewest and the most cells of a role that there can be after a decision."""
+
+    fewest: int
+    most: int
+
+
 class Autoscaler:
     """Asks a policy once in every interval. Starting and draining cells is left to the caller."""
 
@@ -31,6 +39,8 @@ class Autoscaler:
         self.policy, self._limits = policy, limits
         self._wishes: deque[tuple[float, CellCounts]] = deque()
         self._changes: deque[float] = deque()
+        self._begun_at: float | None = None  # when the first decision was made
+        self.aim: CellCounts = {}  # what the last decision would be if everything were possible
 
     def first(self, view: ScaleView) -> CellCounts:
         """Returns how many cells to begin with, from a view without requests."""
@@ -39,10 +49,16 @@ class Autoscaler:
             role: max(least, min(n, most[role])) for role, n in self.policy.decide(view).items()
         }
 
-    def wanted(self, view: ScaleView) -> CellCounts:
-        """Returns how many cells of each role should serve or be starting from now on."""
+    def wanted(
+        self, view: ScaleView, possible: Mapping[CellRole, Possible] | None = None
+    ) -> CellCounts:
+        """Returns how many cells of each role should serve or be starting from now on. `possible`:
+        what can be changed now; None: everything can."""
         limits, now = self._limits, {role: x.num_cells for role, x in view.roles.items()}
         wish = self.policy.decide(view)
+        if self._begun_at is None:
+            self._begun_at = view.at_s
+        is_calm = view.at_s - self._begun_at >= limits.calm_s
         self._wishes.append((view.at_s, wish))
         while self._wishes[0][0] <= view.at_s - limits.calm_s and len(self._wishes) > 1:
             self._wishes.popleft()
@@ -50,10 +66,13 @@ class Autoscaler:
             self._changes.popleft()
         num_left = limits.num_changes - len(self._changes)
         wanted = {role: self._bounded(role, count, wish) for role, count in now.items()}
-        if 2 * num_left <= limits.num_changes:
+        if 2 * num_left <= limits.num_changes or not is_calm:
             wanted = {role: max(count, now[role]) for role, count in wanted.items()}
         if num_left <= 0:
             wanted = dict(now)
+        self.aim = dict(wanted)
+        for role, within in (possible or {}).items():
+            wanted[role] = max(within.fewest, min(wanted[role], within.most))
         if wanted != now:
             self._changes.append(view.at_s)
         return wanted

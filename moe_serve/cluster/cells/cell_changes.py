@@ -14,6 +14,7 @@ from moe_serve.cluster.cells.cell import Cell, cell_name
 from moe_serve.cluster.parcels.parcel import RankPlace
 from moe_serve.config.cells import CellShape
 from moe_serve.engine.request.stats import CellState, CellStatus
+from moe_serve.engine.watch.cells_control import CellPlace, NodeStatus
 from moe_serve.errors import MoeServeError
 
 _log = logging.getLogger(__name__)
@@ -47,13 +48,17 @@ class CellStart(Protocol):
 class CellMaker(Protocol):
     """Makes cells of a server that runs."""
 
-    def check(self, shapes: Sequence[CellShape], *, by_hand: bool) -> None:
+    def check(self, shapes: Sequence[CellShape], place: CellPlace) -> None:
         """Raises ConfigError or CellsError if the server cannot have all these cells, of which the
         last one is to be added."""
         ...
 
-    def begin(self, index: int, shape: CellShape, *, by_hand: bool) -> CellStart:
+    def begin(self, index: int, shape: CellShape, place: CellPlace) -> CellStart:
         """Makes what a cell has in this process. Raises MoeServeError."""
+        ...
+
+    def nodes(self) -> Sequence[NodeStatus]:
+        """See `CellsControl.nodes`."""
         ...
 
 
@@ -93,11 +98,11 @@ class CellChanges:
         self.ended: queue.SimpleQueue[StateChange] = queue.SimpleQueue()
         self.on_news: Callable[[], None] = lambda: None  # one of the two is not empty any more
 
-    def start(self, index: int, shape: CellShape, *, by_hand: bool) -> None:
+    def start(self, index: int, shape: CellShape, place: CellPlace) -> None:
         """Begins to start a cell. With the lock."""
         change = self.of[index] = StateChange(index=index, shape=shape, state="starting")
         _log.info("%s starts: %s", cell_name(index), shape)
-        self._run(change, lambda: self._start(change, by_hand=by_hand))
+        self._run(change, lambda: self._start(change, place))
 
     def call_off(self, change: StateChange) -> None:
         """Ends a start; its ranks may take seconds to end. With the lock."""
@@ -127,10 +132,10 @@ class CellChanges:
             cell.engine.stop_waiting()
             cell.close()
 
-    def _start(self, change: StateChange, *, by_hand: bool) -> None:
+    def _start(self, change: StateChange, place: CellPlace) -> None:
         start: CellStart | None = None
         try:
-            start = self._maker.begin(change.index, change.shape, by_hand=by_hand)
+            start = self._maker.begin(change.index, change.shape, place)
             with self._lock:
                 change.start = start
                 is_called_off = change.is_called_off

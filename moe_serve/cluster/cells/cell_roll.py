@@ -20,6 +20,7 @@ from moe_serve.cluster.cells.cell_stats import past_of
 from moe_serve.cluster.parcels.parcel import RankPlace
 from moe_serve.config.cells import CellShape, parse_cell
 from moe_serve.engine.request.stats import CellStatus, EngineStats
+from moe_serve.engine.watch.cells_control import ANYWHERE, CellPlace, NodeStatus
 from moe_serve.errors import CellsError, UnknownCellError
 
 _log = logging.getLogger(__name__)
@@ -49,7 +50,11 @@ class CellRoll:
         """`wake` is called, on any thread, when the engine's thread has something to do here."""
         self._changes.on_news = wake
 
-    def add(self, shape: str, *, number: int | None = None, by_hand: bool = False) -> int:
+    def nodes(self) -> Sequence[NodeStatus]:
+        """See `CellsControl.nodes`."""
+        return self._maker.nodes()
+
+    def add(self, shape: str, *, number: int | None = None, place: CellPlace = ANYWHERE) -> int:
         """See `CellsControl.add_cell`."""
         wanted = parse_cell(shape)
         with self._lock:
@@ -59,9 +64,9 @@ class CellRoll:
                 return int(number or 0)
             changes = [c.shape for c in self._changes.of.values() if c.state != "failed"]
             shapes = [*(cell.shape for cell in self.now.cells), *changes, wanted]
-            self._maker.check(shapes, by_hand=by_hand)
+            self._maker.check(shapes, place)
             index, self._next = self._next, self._next + 1
-            self._changes.start(index, wanted, by_hand=by_hand)
+            self._changes.start(index, wanted, place)
         return index
 
     def remove(self, index: int) -> None:

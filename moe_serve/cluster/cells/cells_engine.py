@@ -14,9 +14,10 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+from moe_serve.cluster.autoscale.live_scaler import LiveScaler
 from moe_serve.cluster.cells.cell import Cell
 from moe_serve.cluster.cells.cell_roll import CellRoll
 from moe_serve.cluster.cells.cell_stats import stats_of
@@ -28,6 +29,7 @@ from moe_serve.engine.request.request import GenerationRequest, TokenDelta
 from moe_serve.engine.request.sequence import Sequence as EngineSequence
 from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.service.admission import Admission
+from moe_serve.engine.watch.cells_control import ANYWHERE, CellPlace, NodeStatus
 from moe_serve.errors import CellsError, ClusterError, UnknownCellError
 
 _log = logging.getLogger(__name__)
@@ -58,11 +60,13 @@ class CellsEngine:
         news: threading.Event,
         *,
         outage_limit_s: float,
+        scaler: LiveScaler | None = None,
     ) -> None:
-        """`outage_limit_s`: seconds without a live cell after which `step` raises ClusterError."""
+        """`outage_limit_s`: seconds without a live cell after which `step` raises ClusterError.
+        `scaler`: observes the load; its owner starts it."""
         self._roll, self._moves, self._ids, self._news = roll, moves, ids, news
         self._parcels = parcels
-        self._outage_limit_s = outage_limit_s
+        self._outage_limit_s, self._scaler = outage_limit_s, scaler
         self._pending: list[TokenDelta] = []
         self._is_nudged = False
         self._free_since: dict[int, float] = {}  # when cells that leave had no requests any more
@@ -129,6 +133,8 @@ class CellsEngine:
 
     def close(self) -> None:
         """See `DrivenEngine.close`."""
+        if self._scaler is not None:
+            self._scaler.close()
         self.stop_waiting()
         self._roll.close()
         for cell in self.cells:
@@ -140,6 +146,8 @@ class CellsEngine:
         length = len(request.prompt_token_ids)
         assert 0 < length < self.max_model_len, f"prompt of {length} tokens reached the engine"
         self._moves.add(EngineSequence(next(self._ids), request))
+        if self._scaler is not None:
+            self._scaler.request_came()
 
     def abort(self, request_id: str) -> None:
         """Ends a request; one in a cell that is out ends when that is back."""
@@ -165,11 +173,19 @@ class CellsEngine:
             self._news.wait(_RETRY_S if is_stuck else None)
         self._is_nudged = False
         deltas, self._pending = self._pending, []
+        if self._scaler is not None:
+            self._scaler.note(deltas)
         return deltas
 
-    def add_cell(self, shape: str, *, number: int | None = None, by_hand: bool = False) -> int:
+    def add_cell(
+        self, shape: str, *, number: int | None = None, place: CellPlace = ANYWHERE
+    ) -> int:
         """See `CellsControl.add_cell`."""
-        return self._roll.add(shape, number=number, by_hand=by_hand)
+        return self._roll.add(shape, number=number, place=place)
+
+    def nodes(self) -> Sequence[NodeStatus]:
+        """See `CellsControl.nodes`."""
+        return self._roll.nodes()
 
     def remove_cell(self, index: int) -> None:
         """See `CellsControl.remove_cell`."""
@@ -212,7 +228,8 @@ class CellsEngine:
     def stats(self) -> EngineStats:
         """Returns the sums over all cells. Names of ranks begin with that of their cell."""
         now, others = self._roll.all()
-        return stats_of(now.cells, self._moves, now.past, others)
+        stats = stats_of(now.cells, self._moves, now.past, others)
+        return stats if self._scaler is None else replace(stats, scaling=self._scaler.stats())
 
     def check_integrity(self) -> None:
         """See `Engine.check_integrity`. Cells that are out are not checked."""

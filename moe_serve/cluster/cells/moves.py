@@ -118,6 +118,8 @@ class CellMoves:
             return
         self._open.land(cell)
         for place in places_of([cell]):
+            is_open = place.order not in self._router.draining
+            place.engine.moving.set_open(is_open=is_open)
             try:
                 self._before_step(place)
             except ExecutorLostError:

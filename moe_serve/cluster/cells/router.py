@@ -6,7 +6,9 @@
           + transfer of the last pages that is not hidden        if another cell decodes
           + the time by which it lengthens the steps of the cell that decodes
 
-Every rank's prefix tree is looked up, so the numbers of cached tokens are exact.
+Every rank's prefix tree is looked up, so the numbers of cached tokens are exact. The ranks of a
+cell step together and often score alike: then the one with the fewest sequences goes first, as
+the busiest rank decides how long a step takes.
 """
 
 from __future__ import annotations
@@ -28,21 +30,25 @@ _LEAST_PAGES = 2  # to be computed, for a hand-over
 @dataclass(frozen=True, slots=True)
 class Route:
     """The rank that reads a prompt, and the one that should generate its answer. A smaller `score`
-    is better; `load_s` are the seconds of work in front of the prompt."""
+    is better; `load_s` are the seconds of work in front of the prompt; `num_held` the
+    sequences that run on the writer's rank, and on the reader's."""
 
     reader: Place
     writer: Place
     score: float = 0.0
     load_s: float = 0.0
+    num_held: tuple[int, int] = (0, 0)
 
     @property
     def is_hand_over(self) -> bool:
         return not self.reader.is_same(self.writer)
 
     @property
-    def order(self) -> tuple[float, bool, tuple[int, str], tuple[int, str]]:
-        """Among equally good routes, one cell goes before two, then numbers and names decide."""
-        return self.score, self.is_hand_over, self.reader.order, self.writer.order
+    def order(self) -> tuple[float, bool, tuple[int, int], tuple[int, str], tuple[int, str]]:
+        """Among equally good routes, one cell goes before two, then the ranks that hold less, then
+        numbers and names decide."""
+        is_two = self.is_hand_over
+        return self.score, is_two, self.num_held, self.reader.order, self.writer.order
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,8 @@ class _Offer:
     """The seconds that a sequence would cost on a rank.
 
     `queue_s`: until the rank reads it; `read_s`: to read it, with the delay of the rows that decode
-    there; `more_s`: the delay that it then adds to all rows of a step, its own included.
+    there; `more_s`: the delay that it then adds to all rows of a step, its own included;
+    `num_held`: the sequences that run there already.
     """
 
     place: Place
@@ -58,6 +65,7 @@ class _Offer:
     queue_s: float
     read_s: float
     more_s: float
+    num_held: int
 
 
 class CellRouter:
@@ -110,11 +118,12 @@ class CellRouter:
             places = [p for p in places if p.cell.shape.role != "prefill"]
         works = self._works(places)
         found = [
-            (self._more_s(sequence, place, works[place.cell.index]), place)
+            (self._more_s(sequence, place, works[place.cell.index]), num_held(place), place)
             for place in self._writers(places)
             if self._can_carry(source, place) and not self.is_draining(place)
         ]
-        return [place for _, place in sorted(found, key=lambda item: (item[0], item[1].order))]
+        found.sort(key=lambda item: (item[0], item[1], item[2].order))
+        return [place for *_, place in found]
 
     def _hand_overs(
         self, sequence: EngineSequence, offers: list[_Offer], writers: list[_Offer]
@@ -146,7 +155,7 @@ class CellRouter:
             num_last = min(reader.num_uncached, self._steps.chunk_tokens)
             num_pages = -(-num_last // source.engine.moving.page_size)
             score += self._links.pages_s(source.at.cell, target.at.cell, num_pages)
-        return Route(source, target, score, reader.queue_s)
+        return Route(source, target, score, reader.queue_s, (writer.num_held, reader.num_held))
 
     def _offers(self, sequence: EngineSequence, places: Sequence[Place]) -> list[_Offer]:
         works = self._works(places)
@@ -158,7 +167,8 @@ class CellRouter:
         queue_s = self._queue_s(sequence, place, num_uncached, work)
         read_s, delay_s = self._steps.prompt_s(cell, num_uncached, work)
         read_s += delay_s * work.num_decoding
-        return _Offer(place, num_uncached, queue_s, read_s, self._more_s(sequence, place, work))
+        more_s = self._more_s(sequence, place, work)
+        return _Offer(place, num_uncached, queue_s, read_s, more_s, num_held(place))
 
     def _queue_s(
         self, sequence: EngineSequence, place: Place, num_uncached: int, work: StepWork
@@ -189,6 +199,11 @@ class CellRouter:
         if source.is_same(target) or self._links.is_resting(source.at.cell, target.at.cell):
             return False
         return not self._carrier.can_carry(source.at, target.at)
+
+
+def num_held(place: Place) -> int:
+    """Returns the number of sequences that run on a rank or have a seat reserved there."""
+    return len(place.engine.moving.running) + len(place.engine.moving.arriving)
 
 
 def with_adapter(sequence: EngineSequence, places: list[Place]) -> list[Place]:

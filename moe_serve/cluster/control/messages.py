@@ -27,6 +27,7 @@ from moe_serve.cluster.control.placement_messages import (
 )
 from moe_serve.cluster.control.probe import ProbeResult, ProbeTarget
 from moe_serve.config.sections import EngineConfig
+from moe_serve.engine.drafting.draft import NO_PROPOSALS, Proposals
 from moe_serve.engine.execute.step_outcome import RowFailure
 from moe_serve.engine.opened_model import LoadReport
 from moe_serve.engine.request.request import TokenLogprob
@@ -125,6 +126,7 @@ class RunStep(ControlMessage, frozen=True):
     placement: int = 0  # a rank with another version ends
     some_layers: Sequence[Sequence[Sequence[RowsOfLayers]]] = ()
     parked: Sequence[int] = ()  # see `StepPlan`
+    num_guesses: int = 0  # likewise
 
 
 class ServeStep(ControlMessage, frozen=True):
@@ -243,7 +245,7 @@ class StepDone(ControlMessage, frozen=True):
     choices: Choices | None = None
     mask_costs: Mapping[int, MaskCost] = {}
     spoiled: Sequence[int] = ()
-    proposals: Mapping[int, tuple[str, tuple[int, ...]]] = {}
+    proposals: Proposals = NO_PROPOSALS
 
 
 class StepServed(ControlMessage, frozen=True):

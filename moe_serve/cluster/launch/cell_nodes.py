@@ -9,6 +9,7 @@ Nodes know ranks by numbers that count through all cells. Each cell counts its o
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,10 @@ from moe_serve.cluster.launch.hosts import HostPort
 from moe_serve.cluster.launch.node_starter import CellSeat, NodeStarter
 from moe_serve.cluster.members.rank_starter import RankExit, RankStarter
 from moe_serve.config.cells import CellShape
+from moe_serve.engine.watch.cells_control import NodeStatus
+from moe_serve.errors import MoeServeError
+
+_log = logging.getLogger(__name__)
 
 
 def ranks_of_cells(shapes: Sequence[CellShape]) -> list[RankName]:
@@ -54,25 +59,47 @@ class CellNodes:
         self._ended: list[tuple[int, RankExit]] = []
         for cell, shape in enumerate(shapes):
             self._name(cell, shape)
+        # Removes a cell as operators do; set once the cells serve.
+        self.remove_cell: Callable[[int], None] = lambda cell: None
 
     def starter_of(
-        self, cell: int, shape: CellShape, host: str, port: int, secret: ClusterSecret
+        self,
+        cell: int,
+        shape: CellShape,
+        at: HostPort,
+        secret: ClusterSecret,
+        node: str | None = None,
     ) -> RankStarter:
-        """Returns what starts the ranks of a cell, which connect to its coordinator. One that is
-        added later is spread over the nodes that there are."""
+        """Returns what starts the ranks of a cell, which connect to its coordinator, `at`. One that
+        is added later is on `node`, or spread over the nodes that there are. Raises CellsError."""
         with self._lock:
-            self._running.add(cell)
             if cell not in self._names:
                 assert self._starter is not None, "cells that were there first have started"
-                self._starter.add(self._name(cell, shape))
+                self._starter.add(self._name(cell, shape), node)
             if self._starter is None:
-                try:
-                    self._starter = self._make_starter(secret)
-                except BaseException:
-                    self._running.discard(cell)
-                    raise
-            names = self._names[cell]
-            return CellStarter(self, self._starter, names, cell, HostPort(host, port))
+                self._starter = self._make_starter(secret)
+                self._starter.on_leaves = self._leave
+            self._running.add(cell)
+            return CellStarter(self, self._starter, self._names[cell], cell, at)
+
+    def check_room(self, num_ranks: int, node: str | None) -> None:
+        """See `NodeStarter.check_room`."""
+        assert self._starter is not None, "cells that were there first have started"
+        self._starter.check_room(num_ranks, node)
+
+    def nodes(self) -> Sequence[NodeStatus]:
+        """See `CellsControl.nodes`."""
+        return () if self._starter is None else self._starter.statuses()
+
+    def _leave(self, ranks: Sequence[RankName]) -> None:
+        """Removes the cells that have these ranks, whose node leaves or is lost."""
+        with self._lock:
+            found = {self._cells[str(rank)][0] for rank in ranks} & self._running
+        for cell in sorted(found):
+            try:
+                self.remove_cell(cell)
+            except MoeServeError as error:
+                _log.error("cell-%d has ranks on a node that leaves, and stays: %s", cell, error)
 
     def _name(self, cell: int, shape: CellShape) -> list[RankName]:
         """Gives the ranks of a cell the names by which nodes know them."""

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -19,6 +20,7 @@ from moe_serve import __version__
 from moe_serve.cluster.control.channel import Channel, connect
 from moe_serve.cluster.control.secret import ClusterSecret
 from moe_serve.cluster.launch.environment import NodeEnvironment
+from moe_serve.cluster.launch.hosts import HostPort
 from moe_serve.cluster.launch.node_ranks import (
     ALIVE_PERIOD_S,
     AgentOrder,
@@ -27,6 +29,7 @@ from moe_serve.cluster.launch.node_ranks import (
     KillRank,
     NodeAlive,
     NodeHello,
+    NodeLeaves,
     NodeRanks,
     StartRank,
     Welcome,
@@ -43,8 +46,12 @@ AgentMessage = AgentOrder | AgentReport
 class NodeAgent:
     """One connection to node 0, with the ranks that were started for it."""
 
-    def __init__(self, channel: Channel[AgentMessage], ranks: NodeRanks) -> None:
+    def __init__(
+        self, channel: Channel[AgentMessage], ranks: NodeRanks, *, has_joined: bool = False
+    ) -> None:
+        """`has_joined`: it is no node with which the launch began, so it may leave."""
         self._channel, self._ranks = channel, ranks
+        self._may_leave = has_joined
         self._stop_at_s: float | None = None
         self._ended = threading.Event()
 
@@ -56,6 +63,9 @@ class NodeAgent:
         threading.Thread(target=self._beat, name="node-alive", daemon=True).start()
         try:
             while self._stop_at_s is None or time.monotonic() < self._stop_at_s:
+                if self._stop_at_s is not None and self._may_leave:
+                    self._may_leave = False
+                    self._channel.send(NodeLeaves())
                 order = self._channel.receive(_PERIOD_S)
                 if isinstance(order, Dismiss):
                     if order.why is not None:
@@ -123,9 +133,11 @@ class NodeLife:
         *,
         start_timeout_s: float,
         rejoin_s: float,
+        has_joined: bool = False,
     ) -> None:
-        """Connects to node 0; raises ClusterError."""
+        """Connects to node 0; raises ClusterError. `has_joined`: see `NodeAgent`."""
         self._find, self._make_ranks, self._rejoin_s = find, make_ranks, rejoin_s
+        self._has_joined = has_joined
         self._is_stopped = False
         self._agent = self._new_agent(find(start_timeout_s))
 
@@ -148,7 +160,8 @@ class NodeLife:
         self._agent.stop(grace_s)
 
     def _new_agent(self, channel: Channel[AgentMessage]) -> NodeAgent:
-        agent = NodeAgent(channel, self._make_ranks(channel.local_host))
+        ranks = self._make_ranks(channel.local_host)
+        agent = NodeAgent(channel, ranks, has_joined=self._has_joined)
         if self._is_stopped:
             agent.stop()
         return agent
@@ -171,19 +184,44 @@ class NodeLife:
         return None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoiningNode:
+    """A node that joins a running launch. `agent`: random, see `NodeHello`."""
+
+    name: str
+    num_places: int
+    coordinator: HostPort
+    agent: str
+
+
+def connect_joining(
+    node: JoiningNode, hostname: str, secret: ClusterSecret, timeout_s: float
+) -> Channel[AgentMessage]:
+    """Connects to node 0 of a running launch, as `connect_agent` does; raises ClusterError."""
+    hint = "Was that launch started with --cells and --coordinator?"
+    channel = _connect(node.coordinator, f"node {node.name}", hint, secret, timeout_s)
+    channel.send(
+        NodeHello(
+            node_rank=0,
+            num_nodes=0,
+            hostname=hostname,
+            host=channel.local_host,
+            version=__version__,
+            joins=node.name,
+            num_places=node.num_places,
+            agent=node.agent,
+        )
+    )
+    return channel
+
+
 def connect_agent(
     node: NodeEnvironment, hostname: str, secret: ClusterSecret, timeout_s: float
 ) -> Channel[AgentMessage]:
     """Connects to node 0, retrying until `timeout_s`, and says which node this is; raises
     ClusterError."""
-    decoder: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentOrder)
-    try:
-        channel = connect(node.coordinator_host, node.coordinator_port, secret, decoder, timeout_s)
-    except ClusterError as error:
-        raise ClusterError(
-            f"node {node.node_rank} does not find node 0 at {node.coordinator}: {error} Does the "
-            "same command run there, and does a firewall let this port through?"
-        ) from error
+    hint = "Does the same command run there, and does a firewall let this port through?"
+    channel = _connect(node.coordinator, f"node {node.node_rank}", hint, secret, timeout_s)
     channel.send(
         NodeHello(
             node_rank=node.node_rank,
@@ -194,3 +232,13 @@ def connect_agent(
         )
     )
     return channel
+
+
+def _connect(
+    at: HostPort, name: str, hint: str, secret: ClusterSecret, timeout_s: float
+) -> Channel[AgentMessage]:
+    decoder: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentOrder)
+    try:
+        return connect(at.host, at.port, secret, decoder, timeout_s)
+    except ClusterError as error:
+        raise ClusterError(f"{name} does not find node 0 at {at}: {error} {hint}") from error

@@ -42,14 +42,24 @@ class NodeLayout:
         """Returns the number of ranks before it on its node, which is its device's number."""
         return self.nodes[self.node_of(rank)].index(rank)
 
-    def with_rank(self, rank: RankName, instead_of: Collection[RankName] = ()) -> NodeLayout:
+    def with_node(self) -> NodeLayout:
+        """Returns the layout with one more node, which has no rank."""
+        return NodeLayout(nodes=(*self.nodes, ()))
+
+    def with_rank(
+        self,
+        rank: RankName,
+        instead_of: Collection[RankName] = (),
+        among: Collection[int] | None = None,
+    ) -> NodeLayout:
         """Returns the layout with one more rank: in the place of one that has left, or else on the
-        node that has the fewest."""
-        old = next((old for ranks in self.nodes for old in ranks if old in instead_of), None)
+        node that has the fewest. `among`: the nodes that may get it; None: all."""
+        may = range(self.num_nodes) if among is None else sorted(among)
+        old = next((old for node in may for old in self.nodes[node] if old in instead_of), None)
         if old is not None:
             nodes = [[rank if each == old else each for each in ranks] for ranks in self.nodes]
             return NodeLayout(nodes=tuple(map(tuple, nodes)))
-        target = min(range(self.num_nodes), key=lambda node: len(self.nodes[node]))
+        target = min(may, key=lambda node: len(self.nodes[node]))
         return NodeLayout(
             nodes=tuple((*n, rank) if node == target else n for node, n in enumerate(self.nodes))
         )

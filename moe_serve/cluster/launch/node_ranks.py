@@ -3,7 +3,7 @@
 The messages between node 0 and the agents are one tagged union each way:
 
     node 0 to agent    Welcome, StartRank, KillRank, Dismiss
-    agent to node 0    NodeHello, NodeAlive, RankEnded
+    agent to node 0    NodeHello, NodeAlive, NodeLeaves, RankEnded
 
 No order names a program: an agent starts the worker of its own installation and nothing else.
 """
@@ -28,17 +28,29 @@ STOP_TIMEOUT_S = 5.0
 
 
 class NodeHello(ControlMessage, frozen=True):
-    """The first message of an agent. `host`: its address as node 0 reaches it."""
+    """The first message of an agent. `host`: its address as node 0 reaches it.
+
+    `joins`: the name of a node that joins a running launch, which gives it a number; empty: it is
+    one of the first nodes. `num_places`: the most ranks that a node that joins takes. `agent`:
+    tells it from others that want the same name.
+    """
 
     node_rank: int
     num_nodes: int
     hostname: str
     host: str
     version: str
+    joins: str = ""
+    num_places: int = 0
+    agent: str = ""
 
 
 class NodeAlive(ControlMessage, frozen=True):
     """Sent every ALIVE_PERIOD_S."""
+
+
+class NodeLeaves(ControlMessage, frozen=True):
+    """A node that has joined wants to end: its cells shall leave."""
 
 
 class RankEnded(ControlMessage, frozen=True):
@@ -94,7 +106,7 @@ class Dismiss(ControlMessage, frozen=True):
 
 
 AgentOrder = Welcome | StartRank | KillRank | Dismiss
-AgentReport = NodeHello | NodeAlive | RankEnded
+AgentReport = NodeHello | NodeAlive | NodeLeaves | RankEnded
 
 ALIVE_PERIOD_S = 1.0
 SILENCE_S = 5.0  # an agent that is silent for this long has lost its node

@@ -21,9 +21,8 @@ from moe_serve.cluster.control.secret import ClusterSecret
 from moe_serve.cluster.launch.hosts import HostPort
 from moe_serve.cluster.launch.node_agent import AgentMessage
 from moe_serve.cluster.launch.node_layout import NodeLayout
+from moe_serve.cluster.launch.node_places import NodePlaces, objection_to_node
 from moe_serve.cluster.launch.node_ranks import (
-    SILENCE_S,
-    AgentOrder,
     AgentReport,
     Dismiss,
     KillRank,
@@ -33,59 +32,10 @@ from moe_serve.cluster.launch.node_ranks import (
     StartRank,
     Welcome,
 )
+from moe_serve.cluster.launch.remote_node import RemoteNode
 from moe_serve.cluster.members.rank_starter import RankExit
+from moe_serve.engine.watch.cells_control import NodeStatus
 from moe_serve.errors import ChannelClosedError, ClusterError
-
-
-class RemoteNode:
-    """Node 0's end of one agent's connection, read on a thread of its own.
-
-    `on_gone` is called once, on that thread, with the reason.
-    """
-
-    def __init__(
-        self,
-        hello: NodeHello,
-        channel: Channel[AgentMessage],
-        on_ended: Callable[[RankEnded], None],
-        on_gone: Callable[[RemoteNode, str], None],
-    ) -> None:
-        self.hello = hello
-        self._channel, self._on_ended, self._on_gone = channel, on_ended, on_gone
-        self._thread = threading.Thread(
-            target=self._read, name=f"node-{hello.node_rank}", daemon=True
-        )
-
-    def watch(self) -> None:
-        """Begins to read; until then the agent's reports are not handled."""
-        self._thread.start()
-
-    def send(self, order: AgentOrder) -> None:
-        """Sends an order. If the agent is gone, `on_gone` reports that."""
-        try:
-            self._channel.send(order)
-        except ChannelClosedError:
-            self._channel.close()
-
-    def close(self) -> None:
-        self._channel.close()
-
-    def _read(self) -> None:
-        try:
-            # Twice half the time: if this host itself was suspended, the second wait finds the
-            # messages that arrived meanwhile.
-            while True:
-                report = self._channel.receive(SILENCE_S / 2)
-                if report is None and (report := self._channel.receive(SILENCE_S / 2)) is None:
-                    self._on_gone(self, f"silent for {SILENCE_S:g} s")
-                    return
-                if isinstance(report, RankEnded):
-                    self._on_ended(report)
-        except ChannelClosedError as error:
-            self._on_gone(self, str(error))
-        finally:
-            self._channel.close()
-
 
 _HELLO_S = 10.0
 _log = logging.getLogger(__name__)
@@ -111,9 +61,15 @@ class NodeStarter:
         *,
         devices: Mapping[RankName, int] | None = None,
         num_threads: int | None = None,
+        join_s: float | None = None,
     ) -> None:
-        self.layout, self._local = layout, local
+        """`join_s`: further nodes may join, and the cells of one that was lost wait for so long
+        until it is back; None: no node may."""
+        self._places, self._local = NodePlaces(layout), local
         self._devices, self._num_threads = devices or {}, num_threads
+        self._join_s = join_s
+        # Called when the cells that have these ranks must leave, as their node leaves or is lost.
+        self.on_leaves: Callable[[Sequence[RankName]], None] = lambda ranks: None
         self._coordinator: HostPort | None = None
         self._changed = threading.Condition()  # guards the fields below
         self._nodes: dict[int, RemoteNode] = {}
@@ -121,7 +77,6 @@ class NodeStarter:
         self._num_starts: dict[str, int] = {}
         self._ended: list[RankExit] = []
         self._refused: dict[str, str] = {}  # host -> why
-        self._removed: set[RankName] = set()  # in the layout, with places to be used again
         self._is_stopped = False
         self._listener: Listener[AgentMessage] | None = None
 
@@ -139,17 +94,37 @@ class NodeStarter:
         """Sets the address to which ranks connect; call it before the first start."""
         self._coordinator = at
 
-    def add(self, ranks: Sequence[RankName]) -> None:
-        """Gives further ranks their places on the nodes, those of removed ones first."""
+    @property
+    def layout(self) -> NodeLayout:
+        """The ranks of all nodes. It is replaced, never changed."""
+        return self._places.layout
+
+    def add(self, ranks: Sequence[RankName], node: str | None = None) -> None:
+        """Gives further ranks their places on the nodes, those of removed ones first. Raises
+        CellsError if there is no room. `node`: see `check_room`."""
         with self._changed:
-            for rank in ranks:
-                self.layout = self.layout.with_rank(rank, self._removed)
-                self._removed = {old for old in self._removed if self.layout.has(old)}
+            self._places.add(ranks, node, self._nodes)
 
     def remove(self, ranks: Iterable[RankName]) -> None:
-        """Lets the places of ranks that were killed be used again."""
+        """Lets the places of ranks that were killed be used again. Dismisses nodes that leave and
+        have no other ranks."""
         with self._changed:
-            self._removed.update(ranks)
+            free = self._places.remove(ranks)
+            gone = [self._nodes.pop(number) for number in free if number in self._nodes]
+        for node in gone:
+            node.send(Dismiss())
+            _log.info("node %s has left", node.name)
+
+    def check_room(self, num_ranks: int, node: str | None) -> None:
+        """Raises CellsError unless so many more ranks have places: on a node that has joined, by
+        its name, on one of the first nodes, by its number, or (None) anywhere."""
+        with self._changed:
+            self._places.check_room(num_ranks, node, self._nodes)
+
+    def statuses(self) -> tuple[NodeStatus, ...]:
+        """Returns the nodes with their ranks."""
+        with self._changed:
+            return self._places.statuses(self._nodes)
 
     def wait_for_nodes(self, timeout_s: float) -> None:
         """Waits until every node's agent is there; raises ClusterError with the missing nodes."""
@@ -176,7 +151,7 @@ class NodeStarter:
                 place=self.layout.place_on_node(rank),
                 num_neighbours=len(self.layout.nodes[node]),
                 device=self._devices.get(rank),
-                num_threads=self._num_threads,
+                num_threads=self._num_threads if node < self._places.num_first else None,
                 cell="" if seat is None else seat.cell,
                 number=None if seat is None else seat.number,
             )
@@ -187,10 +162,10 @@ class NodeStarter:
         elif remote is not None:
             remote.send(order)
         else:
-            _log.warning("%s starts when node %d is back", rank, node)
+            _log.warning("%s starts when node %s is back", rank, self._places.name_of(node))
 
     def place_of(self, rank: RankName) -> str:
-        return f"node {self.layout.node_of(rank)}"
+        return f"node {self._places.name_of(self.layout.node_of(rank))}"
 
     def kill(self, rank: RankName) -> None:
         node = self.layout.node_of(rank)
@@ -230,25 +205,35 @@ class NodeStarter:
                 return
             why = self._objection(hello)
             if why is not None:
-                _log.warning("node %d on %s is refused: %s", hello.node_rank, hello.hostname, why)
+                name = hello.joins or hello.node_rank
+                _log.warning("node %s on %s is refused: %s", name, hello.hostname, why)
                 with self._changed:
                     self._refused[hello.hostname] = why
                 channel.send(Dismiss(why=why))
                 channel.close()
                 return
-            self._take_in(RemoteNode(hello, channel, self._note_end, self._lose))
+            self._take_in(
+                RemoteNode(
+                    hello,
+                    channel,
+                    on_ended=self._note_end,
+                    on_leaves=lambda node: self._let_leave(node.number),
+                    on_gone=self._lose,
+                )
+            )
         except ChannelClosedError as error:
             _log.warning("an agent left before it was admitted: %s", error)
 
     def _take_in(self, node: RemoteNode) -> None:
-        number = node.hello.node_rank
         orders, before = list[StartRank](), None
         with self._changed:
             is_late = self._is_stopped
             if not is_late:
-                before = self._nodes.get(number)
-                self._nodes[number] = node
-                names = {str(rank) for rank in self.layout.nodes[number]}
+                if node.hello.joins:
+                    node.number = self._places.join(node.hello)
+                before = self._nodes.get(node.number)
+                self._nodes[node.number] = node
+                names = {str(rank) for rank in self.layout.nodes[node.number]}
                 orders = [order for name, order in self._wanted.items() if name in names]
         if is_late:  # it connected while we ended, so it is told here
             node.send(Dismiss())
@@ -260,20 +245,45 @@ class NodeStarter:
         for order in orders:
             node.send(order)
         node.watch()
-        hello = node.hello
-        _log.info("node %d joined: %s at %s", number, hello.hostname, hello.host)
+        hello, num = node.hello, node.hello.num_places
+        places = f", with {num} places" if hello.joins else ""
+        _log.info("node %s joined: %s at %s%s", node.name, hello.hostname, hello.host, places)
         with self._changed:
             self._changed.notify_all()
 
+    def _let_leave(self, number: int) -> None:
+        """Lets the cells of a node that has joined leave, and then the node."""
+        with self._changed:
+            if number < self._places.num_first or self._is_stopped:
+                return
+            self._places.leaving.add(number)
+            ranks = self._places.ranks_on(number)
+        if ranks:
+            _log.info("node %s leaves: its cells are removed", self._places.name_of(number))
+            self.on_leaves(ranks)
+        else:
+            self.remove(())
+
+    def _give_up(self, number: int) -> None:
+        """Lets the cells of a lost node leave if it has not come back."""
+        with self._changed:
+            is_back = number in self._nodes
+        if not is_back:
+            self._let_leave(number)
+
     def _lose(self, node: RemoteNode, why: str) -> None:
-        number = node.hello.node_rank
+        number = node.number
         with self._changed:
             if self._is_stopped or self._nodes.get(number) is not node:
                 return
             del self._nodes[number]
-            reason = f"lost with node {number} ({node.hello.hostname}): {why}"
+            reason = f"lost with node {node.name} ({node.hello.hostname}): {why}"
             self._ended += [RankExit(str(rank), reason) for rank in self.layout.nodes[number]]
-        _log.warning("node %d (%s) is lost: %s", number, node.hello.hostname, why)
+        _log.warning("node %s (%s) is lost: %s", node.name, node.hello.hostname, why)
+        if number >= self._places.num_first and self._join_s is not None:
+            timer = threading.Timer(self._join_s, self._give_up, (number,))
+            timer.daemon = True
+            timer.start()
 
     def _note_end(self, ended: RankEnded) -> None:
         name = str(RankName(ended.role, ended.index))
@@ -283,7 +293,9 @@ class NodeStarter:
                 self._ended.append(RankExit(name, ended.why))
 
     def _objection(self, hello: NodeHello) -> str | None:
-        num_nodes = self.layout.num_nodes
+        num_nodes = self._places.num_first
+        if hello.joins:
+            return self._objection_to_join(hello)
         if hello.num_nodes != num_nodes:
             return f"it was started for {hello.num_nodes} nodes, node 0 for {num_nodes}"
         if not 0 < hello.node_rank < num_nodes:
@@ -299,8 +311,22 @@ class NodeStarter:
             return f"node {hello.node_rank} has already joined from {before.hello.hostname}"
         return None
 
+    def _objection_to_join(self, hello: NodeHello) -> str | None:
+        if hello.version != __version__:
+            return f"it runs moe-serve {hello.version}, node 0 runs {__version__}"
+        if self._join_s is None:
+            return "this launch has no cells (--cells), and a node can only get ranks of new cells"
+        with self._changed:
+            if self._missing():
+                return "the nodes with which the launch begins are not all there: try again then"
+            number = self._places.number_of(hello.joins)
+            before = None if number is None else self._nodes.get(number)
+        if before is not None and before.hello.agent != hello.agent:
+            return f"a node named {hello.joins} has joined before: give this one another --node"
+        return objection_to_node(hello.joins, hello.num_places)
+
     def _missing(self) -> list[int]:
-        return [node for node in range(1, self.layout.num_nodes) if node not in self._nodes]
+        return [node for node in range(1, self._places.num_first) if node not in self._nodes]
 
     def _who_is_missing(self, missing: list[int], timeout_s: float) -> str:
         names = ", ".join(f"node {node} ({self.layout.describe(node)})" for node in missing)

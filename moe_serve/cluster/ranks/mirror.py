@@ -46,6 +46,7 @@ class Mirrors:
             ),
             order.routes,
             parked=tuple(order.parked),
+            num_guesses=order.num_guesses,
         )
 
     def append(self, runs: Mapping[int, Items[int]]) -> None:

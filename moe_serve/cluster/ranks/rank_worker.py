@@ -96,6 +96,9 @@ class Worker:
         assert isinstance(configure, Configure), f"{type(configure).__name__} before Configure"
         period_s = configure.config.cluster.heartbeat_s
         threading.Thread(target=self._beat, args=(period_s,), daemon=True).start()
+        if configure.config.cells.prefill_nice:
+            # On Linux of this thread and those that it starts, not of the one that beats.
+            os.nice(configure.config.cells.prefill_nice)
         try:
             rank = self._make(configure)
         except MoeServeError as error:

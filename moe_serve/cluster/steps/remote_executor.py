@@ -74,6 +74,7 @@ class RemoteExecutor:
             routes=plan.routes,
             needed_LE=plan.needed_LE,
             parked=plan.parked,
+            num_guesses=plan.num_guesses,
         )
 
     def resend_tables(self) -> None:

@@ -57,6 +57,7 @@ class RankWork:
     routes: RouteAsk | None = None
     needed_LE: NDArray[np.float32] | None = field(default=None, compare=False)
     parked: tuple[int, ...] = ()
+    num_guesses: int = 0
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -168,6 +169,7 @@ def step_orders(
             after=work.after,
             routes=work.routes,
             parked=work.parked,
+            num_guesses=work.num_guesses,
         )
     return orders
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
+from moe_serve.engine.drafting.confidence import ConfidenceRates
 from moe_serve.engine.drafting.draft import Draft, DraftSource
 from moe_serve.engine.request.draft_counts import MAX_DRAFT
 
@@ -99,10 +100,13 @@ class Acceptance:
 
     def __init__(self) -> None:
         self._counts: dict[tuple[DraftSource, int], _Counts] = {}
+        self._rates: dict[tuple[DraftSource, int], ConfidenceRates] = {}
         self._lucks: dict[int, dict[DraftSource, _Luck]] = {}
 
     def expected(self, sequence_id: int, draft: Draft) -> float:
         """Returns the number of tokens of the draft that are accepted on average."""
+        if draft.confidences:
+            return sum(self.survivals(sequence_id, draft))
         totals = self._counts_of(draft).totals
         return self._factor(sequence_id, draft.source) * totals[len(draft.token_ids)]
 
@@ -110,6 +114,9 @@ class Acceptance:
         """Returns for each token of the draft the probability that it and all before it are
         accepted. The improbable rest of a draft is left out."""
         factor = self._factor(sequence_id, draft.source)
+        if draft.confidences:
+            survivals = self._rates_of(draft).survivals(draft.confidences, factor)
+            return [survival for survival in survivals if survival >= _LEAST_SURVIVAL]
         survivals = self._counts_of(draft).survivals[: len(draft.token_ids)]
         if factor != 1.0:
             survivals = [min(survival * factor, _MOST_SURVIVAL) for survival in survivals]
@@ -123,10 +130,16 @@ class Acceptance:
         luck = lucks.get(draft.source)
         if luck is None:
             luck = lucks[draft.source] = _Luck()
-        counts, num_drafted = self._counts_of(draft), len(draft.token_ids)
         own, decay = (1 - _REQUEST_DECAY) * _REQUEST_PRIOR, _REQUEST_DECAY
-        luck.expected = luck.expected * decay + own + counts.totals[num_drafted]
         luck.accepted = luck.accepted * decay + own + num_accepted
+        luck.expected = luck.expected * decay + own
+        if draft.confidences:
+            rates = self._rates_of(draft)
+            luck.expected += sum(rates.survivals(draft.confidences, 1.0))
+            rates.note(draft.confidences, num_accepted)
+            return
+        counts, num_drafted = self._counts_of(draft), len(draft.token_ids)
+        luck.expected += counts.totals[num_drafted]
         counts.note(num_drafted, num_accepted)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
@@ -138,6 +151,13 @@ class Acceptance:
         lucks = self._lucks.get(sequence_id)
         luck = None if lucks is None else lucks.get(source)
         return 1.0 if luck is None else luck.factor
+
+    def _rates_of(self, draft: Draft) -> ConfidenceRates:
+        key = (draft.source, draft.evidence)
+        rates = self._rates.get(key)
+        if rates is None:
+            rates = self._rates[key] = ConfidenceRates()
+        return rates
 
     def _counts_of(self, draft: Draft) -> _Counts:
         key = (draft.source, bisect_left(_EVIDENCE, draft.evidence))

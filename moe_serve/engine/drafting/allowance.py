@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_ROW_SHARE, _LOOKUP_SHARE = 0.005, 0.008  # of the time of steps, which the accounts earn
+_ROW_SHARE, _LOOKUP_SHARE = 0.005, 0.012  # of the time of steps, which the accounts earn
 _SAVED_SHARE = 0.25  # of the time that accepted tokens saved, which pays for more lookups
 _ROW_STEPS, _LOOKUP_STEPS = 4.0, 8.0  # steps whose time the accounts hold at most
 _FIRST_LOOKUP_STEPS = 1.0  # and at first
 _MOST_DEBT_STEPS = 1.0  # below zero
+_LONGEST_PAUSE = 64  # steps
 _LOOKUP_S = 20e-6  # the time of a lookup before any was measured
+_COLD = 3.0  # the time by which lookups in vain make a step longer, over their own: caches are cold
 _WEIGHT = 0.05  # of a new measurement
 _MOST_SLOWER = 4.0  # a measurement counts as at most this times the average
 
@@ -53,17 +55,26 @@ class DraftingAllowance:
         return self._step_s is None or self._rows.left_s > 0.5 * _ROW_STEPS * self._step_s
 
     @property
+    def pause(self) -> int:
+        """The number of steps that earn nothing worth asking for: an account is empty."""
+        if self._step_s is None:
+            return 0
+        rows_s, lookup_s = -self._rows.left_s, _COLD * self._lookup_s - self._lookups.left_s
+        wait = max(rows_s / _ROW_SHARE, lookup_s / _LOOKUP_SHARE) / self._step_s
+        return min(_LONGEST_PAUSE, max(0, int(wait)))
+
+    @property
     def num_lookups(self) -> int | None:
         """The number of lookups that may be made in a step; None: any."""
         if self._step_s is None:
             return None
-        return max(0, int(self._lookups.left_s / self._lookup_s))
+        return max(0, int(self._lookups.left_s / (_COLD * self._lookup_s)))
 
     def pay_lookups(self, num: int, seconds: float) -> None:
         """Pays for lookups that took so many seconds. What is far beyond the average was no lookup:
         the process had to wait for its turn."""
         seconds = min(seconds, max(1, num) * _MOST_SLOWER * self._lookup_s)
-        self._lookups.left_s -= seconds
+        self._lookups.left_s -= _COLD * seconds
         if num:
             self._lookup_s += _WEIGHT * (seconds / num - self._lookup_s)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -27,18 +27,40 @@ class Draft:
     """The tokens that a drafter expects next. It is made for one step and never kept.
 
     `evidence` is the number of tokens that agreed before the drafted ones; the acceptance of drafts
-    is counted apart by source and evidence.
+    is counted apart by source and evidence. `confidences` has how likely a network takes each token
+    to be, in per cent; empty: the drafter does not say.
     """
 
     token_ids: tuple[int, ...]
     source: DraftSource
     evidence: int
+    confidences: tuple[int, ...] = ()
 
     def cut(self, most: int) -> Draft:
         """Returns the draft with at most `most` tokens."""
         if len(self.token_ids) <= most:
             return self
-        return Draft(self.token_ids[:most], self.source, self.evidence)
+        return Draft(self.token_ids[:most], self.source, self.evidence, self.confidences[:most])
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A draft that was made where tokens are sampled: for the next step of a sequence."""
+
+    source: str  # a `DraftSource`
+    token_ids: tuple[int, ...]
+    confidences: tuple[int, ...] = ()  # see `Draft`
+
+
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """The proposals of a step by sequence id, and the seconds that a network guessed for them."""
+
+    of: Mapping[int, Proposal] = field(default_factory=dict)
+    guess_s: float = 0.0
+
+
+NO_PROPOSALS = Proposals()
 
 
 class Drafter(Protocol):

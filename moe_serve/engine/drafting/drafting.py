@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from time import perf_counter
+from math import exp, log1p
 
+from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.engine.drafting.acceptance import Acceptance
 from moe_serve.engine.drafting.allowance import DraftingAllowance
 from moe_serve.engine.drafting.budget import choose_lengths
-from moe_serve.engine.drafting.draft import Draft, Drafter, DraftSource
+from moe_serve.engine.drafting.draft import (
+    NO_PROPOSALS,
+    Draft,
+    Drafter,
+    DraftSource,
+    Proposals,
+)
+from moe_serve.engine.drafting.guessing import Guessing
 from moe_serve.engine.drafting.past_answers import PastAnswers
 from moe_serve.engine.drafting.patience import Patience
 from moe_serve.engine.drafting.step_times import StepTimes
@@ -18,6 +26,7 @@ from moe_serve.engine.request.sequence import Schedule, Sequence, StopRule
 
 Survivals = dict[int, list[float]]  # by sequence id; see `Acceptance.survivals`
 _ENOUGH = 0.6  # share of the longest draft
+_WARM = 0.85  # temperature
 
 
 class Drafting:
@@ -37,17 +46,24 @@ class Drafting:
         max_tokens: int,
         is_adaptive: bool = True,
         past_answers: PastAnswers | None = None,
-        num_self_tokens: int = 0,
+        guessing: Guessing | None = None,
+        guesses_take_pages: bool = False,
+        clock: Clock = REAL_CLOCK,
     ) -> None:
-        """`past_answers` learns from finished answers; it is one of the drafters. The model
-        itself drafts `num_self_tokens` behind a step's tokens, in pages of the sequence. Unless
-        `is_adaptive`, every draft is verified with `max_tokens` tokens, whatever it costs."""
+        """`past_answers` learns from finished answers; it is one of the drafters. `guessing` asks
+        the network that guesses where tokens are sampled; its guesses may need pages behind a
+        sequence's tokens. Unless `is_adaptive`, every draft is verified with `max_tokens` tokens,
+        whatever it costs."""
         self._drafters, self._past = tuple(drafters), past_answers
         self._stop, self._max_tokens, self._is_adaptive = stop, max_tokens, is_adaptive
-        self._vocab_size, self.num_self_tokens = vocab_size, num_self_tokens
+        self._vocab_size, self._clock = vocab_size, clock
+        self._guessing, self.guesses_take_pages = guessing, guesses_take_pages
+        self.num_guesses = 0  # for each sequence behind the step that begins
+        self._num_sampled = 0  # sequences that it may be asked for; 0: `choose` was not called
+        self._num_asked = 0  # sequences of the last step that guessed; 0: none did
         self._acceptance, self._patience, self._times = Acceptance(), Patience(), StepTimes()
         self._allowance = DraftingAllowance()
-        self._proposed: Mapping[int, tuple[str, tuple[int, ...]]] = {}  # of the last step
+        self._proposed = NO_PROPOSALS.of  # of the last step
         self._num_accepted = 0  # in the running step
         self._survivals: Survivals | None = None  # of the drafts that `choose` found
         self._counter = DraftCounter()
@@ -61,14 +77,20 @@ class Drafting:
         """Returns the drafts to verify in a step of at most `most` more rows, by sequence id."""
         self._num_accepted = 0
         drafts = self._find(schedule)
-        if not drafts:
-            self._survivals = {}
-            return drafts
+        chosen = self._chosen(schedule, most, drafts) if drafts else drafts
+        if self._guessing is not None:
+            self._note_round(len(schedule), chosen)
+            self._num_sampled = _num_sampled(schedule)
+            self.num_guesses = self._guessing.ask(self._num_sampled, self._times.seconds)
+        return chosen
+
+    def _chosen(self, schedule: Schedule, most: int, drafts: dict[int, Draft]) -> dict[int, Draft]:
+        """Returns the parts of the drafts that are worth verifying."""
         if not self._is_adaptive:
             length = min(self._max_tokens, most // len(drafts))
             return {key: draft.cut(length) for key, draft in drafts.items() if length}
         survivals = self._survivals = self._survivals_of(drafts)
-        clock, patience = perf_counter(), self._patience
+        clock, patience = self._clock(), self._patience
         lengths = choose_lengths(survivals, len(schedule), most, self._times.seconds)
         rest, num_left = drafts.keys() - lengths.keys(), most - sum(lengths.values())
         patience.gains(lengths)
@@ -77,7 +99,10 @@ class Drafting:
                 lengths[key] = 1
         self._note_vain(schedule, {key: sum(survivals[key]) for key in rest})
         chosen = {key: drafts[key].cut(length) for key, length in lengths.items()}
-        self._counter.note_seconds(perf_counter() - clock)
+        seconds = self._clock() - clock
+        self._counter.note_seconds(seconds)
+        if not chosen:  # so the lookups were in vain, and this time too
+            self._allowance.pay_lookups(0, seconds)
         return chosen
 
     def expects(self, schedule: Schedule) -> bool:
@@ -88,6 +113,8 @@ class Drafting:
         survivals, self._survivals = self._survivals, None
         if survivals is None:  # this step began ahead itself
             survivals = self._survivals_of(self._find(schedule))
+        if self._guessing is not None and self._guessing.is_due(len(schedule), self._times.seconds):
+            return True
         if not survivals:
             return False
         # the first token will be known, so it is no draft
@@ -110,10 +137,29 @@ class Drafting:
         self._counter.note(result)
         return result
 
+    def pause(self, schedule: Schedule) -> int:
+        """Returns how many steps after the one that begins need not call `choose`, if the same
+        sequences run in them and nothing is proposed: none of them would have a draft."""
+        is_busy = self.num_guesses or self._proposed or not self._is_adaptive
+        if is_busy or (self._past is not None and self._past.has_work):
+            return 0
+        pause = self._patience.pause(schedule, self._allowance.pause)
+        if self._guessing is not None:
+            pause = min(pause, self._guessing.pause(len(schedule), self._times.seconds))
+        return pause
+
+    def note_quiet(self, num_rows: int, num_steps: int) -> None:
+        """Counts steps that did not call `choose` because of `pause`."""
+        self._patience.skip(num_steps)
+        self._allowance.settle(num_steps, self._times.seconds(num_rows), 0.0, 0.0)
+        if self._guessing is not None:
+            self._guessing.rested(num_rows, num_steps)
+
     def note_step(
         self, num_rows: int, num_drafted: int, seconds: float, *, reads_prompt: bool
     ) -> None:
-        """Learns the time of a step. `num_drafted` of its rows were drafted."""
+        """Learns the time of a step without that of its guesses. `num_drafted` of its rows were
+        drafted."""
         if reads_prompt:
             self._allowance.earn(seconds)
             return
@@ -128,9 +174,19 @@ class Drafting:
             lost_s = (num_drafted - self._num_accepted) * max(0.0, row_s)
         self._allowance.settle(num_steps, step_s, saved_s, lost_s)
 
-    def note_proposals(self, proposals: Mapping[int, tuple[str, tuple[int, ...]]]) -> None:
-        """Keeps what grammars or a head expect after a step, for the drafts of the next one."""
-        self._proposed = proposals
+    def note_proposals(self, num_sequences: int, proposals: Proposals) -> None:
+        """Keeps what grammars or a network expect after a step of so many sequences, for the
+        drafts of the next one."""
+        self._proposed = proposals.of
+        if self._guessing is None:
+            return
+        count = self._num_sampled or num_sequences
+        if not self.num_guesses:
+            self._guessing.rested(count)
+        elif proposals.guess_s > 0.0:
+            self._guessing.note_time(count, proposals.guess_s)
+            self._num_asked = count
+        self.num_guesses = self._num_sampled = 0
 
     def finish(self, sequences: Iterable[Sequence]) -> None:
         """Learns from the answers of sequences that have ended well."""
@@ -146,15 +202,31 @@ class Drafting:
         for drafter in self._drafters:
             drafter.forget(sequence_ids)
 
+    def _note_round(self, num_rows: int, chosen: Mapping[int, Draft]) -> None:
+        """Learns what the guesses of the last step are worth."""
+        guessing, num_asked = self._guessing, self._num_asked
+        if guessing is None or not num_asked:
+            return
+        self._num_asked = 0
+        guesses = {key: each for key, each in chosen.items() if each.source is guessing.source}
+        if not guesses:
+            guessing.note_round(num_asked, 1.0, 1.0)
+            return
+        added = sum(log1p(self._acceptance.expected(key, d)) for key, d in guesses.items())
+        all_rows = num_rows + sum([len(draft.token_ids) for draft in chosen.values()])
+        other_rows = all_rows - sum([len(draft.token_ids) for draft in guesses.values()])
+        rows_time = self._times.seconds(all_rows) / self._times.seconds(other_rows)
+        guessing.note_round(num_asked, exp(added / num_rows), rows_time)
+
     def _find(self, schedule: Schedule) -> dict[int, Draft]:
         """Returns the best drafts of the sequences that ask for one."""
         drafts, num_lookups, asking = dict[int, Draft](), 0, self._asking(schedule)
         if not (asking or self._proposed or (self._past is not None and self._past.has_work)):
             return drafts
-        begun_at = perf_counter()
+        begun_at = self._clock()
         if self._past is not None:
             self._past.work()
-        clock = perf_counter()
+        clock = self._clock()
         for key in asking:
             sequence, count = schedule[key]
             if _may_draft(sequence, count):
@@ -169,7 +241,7 @@ class Drafting:
                 draft = self._propose(schedule[key][0], looks=False)
                 if draft is not None:
                     drafts[key] = draft
-        now = perf_counter()
+        now = self._clock()
         self._allowance.pay_lookups(num_lookups, now - clock)
         self._counter.note_seconds(now - begun_at)
         return drafts
@@ -208,9 +280,10 @@ class Drafting:
 
     def _proposals(self, sequence: Sequence, most: int, *, looks: bool) -> Iterable[Draft]:
         if proposal := self._proposed.get(sequence.id):
-            source, tokens = DraftSource(proposal[0]), proposal[1]
-            evidence = len(tokens) if source is DraftSource.GRAMMAR else 0
-            yield Draft(tokens[:most], source, evidence)
+            source, tokens = DraftSource(proposal.source), proposal.token_ids
+            is_grammar = source is DraftSource.GRAMMAR
+            evidence = len(tokens) if is_grammar else _warmth(sequence.request.params.temperature)
+            yield Draft(tokens, source, evidence, proposal.confidences).cut(most)
         for drafter in self._drafters if looks else ():
             draft = drafter.propose(sequence, most)
             if draft is not None:
@@ -223,6 +296,19 @@ class Drafting:
         if ends.isdisjoint(tokens) and max(tokens, default=0) < size:
             return len(tokens)
         return next(i for i, token in enumerate(tokens) if token in ends or token >= size)
+
+
+def _num_sampled(schedule: Schedule) -> int:
+    """Returns the number of sequences that get a token from a step and may be given guesses."""
+    return sum(
+        [s.num_pending_tokens == count and s.request.drafts for s, count in schedule.values()]
+    )
+
+
+def _warmth(temperature: float) -> int:
+    """Returns the evidence of a guess: guesses for greedy requests, and for those that are sampled
+    at low and at high temperatures, are accepted differently."""
+    return 0 if temperature == 0.0 else 2 if temperature < _WARM else 4
 
 
 def _may_draft(sequence: Sequence, count: int) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.config.sections import EngineConfig, SpeculationConfig
-from moe_serve.engine.drafting.draft import Drafter
+from moe_serve.engine.drafting.draft import Drafter, DraftSource
 from moe_serve.engine.drafting.drafting import Drafting
+from moe_serve.engine.drafting.guessing import Guessing
 from moe_serve.engine.drafting.own_text import OwnText
 from moe_serve.engine.drafting.past_answers import PastAnswers
 from moe_serve.engine.drafting.prediction import Predictions
@@ -17,9 +19,12 @@ from moe_serve.errors import ConfigError
 MakeDrafting = Callable[[], Drafting | None]
 
 
-def drafting_maker(config: SpeculationConfig, vocab_size: int, stop: StopRule) -> MakeDrafting:
+def drafting_maker(
+    config: SpeculationConfig, vocab_size: int, stop: StopRule, clock: Clock = REAL_CLOCK
+) -> MakeDrafting:
     """Returns a function that builds an engine's drafting, or None if speculation is off. Several
-    engines share the past answers. Raises ConfigError for lengths that contradict each other."""
+    engines share the past answers. `clock` measures what drafting costs. Raises ConfigError for
+    lengths that contradict each other."""
     if not config.is_on:
         return lambda: None
     shortest, longest = config.prompt_lookup_min, config.prompt_lookup_max
@@ -44,10 +49,20 @@ def drafting_maker(config: SpeculationConfig, vocab_size: int, stop: StopRule) -
             max_tokens=config.max_tokens,
             is_adaptive=config.is_adaptive,
             past_answers=past,
-            num_self_tokens=config.num_self_tokens,
+            guessing=_guessing(config),
+            guesses_take_pages=config.method == "self",
+            clock=clock,
         )
 
     return make
+
+
+def _guessing(config: SpeculationConfig) -> Guessing | None:
+    """Returns what asks the network of the method for guesses; None if it has no network."""
+    if not config.num_guesses:
+        return None
+    source = DraftSource(config.method)
+    return Guessing(source, config.num_guesses, is_adaptive=config.is_adaptive)
 
 
 def check_on_ranks(config: EngineConfig) -> None:

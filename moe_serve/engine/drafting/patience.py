@@ -25,7 +25,8 @@ class Patience:
     """Counts the steps in which sequences had no draft that promised a gain.
 
     After such steps a sequence pauses for 1, then 3 steps, and for up to 31 if its drafts were
-    hopeless. It tries a draft of one token after 16, 32, ... 256 steps, to find out whether its
+    hopeless. Pauses of one length end together, so that most steps ask for nothing. It tries a
+    draft of one token after 16, 32, ... 256 steps, to find out whether its
     luck or the cost of rows has changed. A step in which it pauses costs it one look in a table.
     """
 
@@ -46,6 +47,17 @@ class Patience:
                 found.pop()
         return found
 
+    def pause(self, sequence_ids: Iterable[int], least: int = 0) -> int:
+        """Returns how many steps after this one none of the sequences asks in: at least `least`,
+        unless one is new or gains."""
+        wake_of = self._wakes.get
+        first = min([wake_of(key, 0) for key in sequence_ids], default=0)
+        return max(least, first - self._step - 1) if first else 0
+
+    def skip(self, num_steps: int) -> None:
+        """Counts steps in which no sequence asked."""
+        self._step += num_steps
+
     def in_vain(self, sequence_id: int, expected: float | None) -> None:
         """Notes a step in which a draft promised no gain, with the number of tokens to expect of
         it; None: there was no draft."""
@@ -55,7 +67,10 @@ class Patience:
             is_hopeless = expected is not None and expected < _HOPELESS
             most = _MAX_PAUSE if is_hopeless else _SHORT_PAUSE
             wait.pause = min(1 + 2 * wait.pause, most)
-        self._wakes[sequence_id] = self._step + 1 + wait.pause
+        if wait.pause:
+            self._wakes[sequence_id] = (self._step // (1 + wait.pause) + 1) * (1 + wait.pause)
+        else:
+            self._wakes[sequence_id] = self._step + 1
 
     def gains(self, sequence_ids: Iterable[int]) -> None:
         """Notes that drafts of these sequences are verified because a gain is expected."""

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_serve.engine.drafting.draft import DraftSource
-from moe_serve.engine.execute.step_outcome import Proposal
+from moe_serve.engine.drafting.draft import DraftSource, Proposal
 from moe_serve.engine.execute.verify import Verified
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.model.stage.mtp_stage import (
@@ -24,8 +23,6 @@ from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 from moe_serve.pipeline.pipeline import Pipeline
 
 _log = logging.getLogger(__name__)
-_PATIENCE = 8  # steps in a row whose guesses were not verified before the next ones are left out
-_PAUSE = 16  # steps: one of so many then guesses, so that drafting can begin again
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,67 +46,62 @@ class MTPDrafter:
     def __init__(self, part: MTPPart, pipeline: Pipeline, max_tokens: int) -> None:
         self._part, self._pipeline = part, pipeline
         self._max_tokens, self._has_failed = min(max_tokens, MAX_TOKENS), False
-        self._num_unused: dict[int, int] = {}  # steps without a draft, by sequence id
+        self._drafting: list[_Followed] = []  # sequences of the last step that may be guessed
+        self._states_TD: Tensor | None = None  # behind its rows
         pipeline.keeps_every_row = True
 
-    def propose(
-        self, plan: StepPlan, found: Verified, sequences: Mapping[int, Sequence]
-    ) -> dict[int, Proposal]:
-        """Returns drafts that follow the runs which a step has sampled, by sequence id."""
-        hidden_TD = self._pipeline.hidden_TD
+    def follow(self, plan: StepPlan, found: Verified, sequences: Mapping[int, Sequence]) -> None:
+        """See GuessingNetwork.follow."""
+        hidden_TD, self._states_TD = self._pipeline.hidden_TD, None
         if hidden_TD is None or self._has_failed:
-            return {}
+            return
         try:
-            return self._propose(plan, found, sequences, hidden_TD)
+            self._follow(plan, found, sequences, hidden_TD)
         except Exception:
-            _log.exception("the MTP layer failed; it drafts no more")
-            self._has_failed, self._pipeline.keeps_every_row = True, False
-            return {}
+            self._give_up()
 
-    def _propose(
+    def guess(self, plan: StepPlan, found: Verified) -> dict[int, Proposal]:
+        """See GuessingNetwork.guess."""
+        drafting, states_TD = self._drafting, self._states_TD
+        if states_TD is None or not drafting or len(drafting) > MAX_GUESSES:
+            return {}
+        most = min(plan.num_guesses, MAX_GUESSES // len(drafting))
+        try:
+            guesses = self._guesses(drafting, states_TD[[each.last for each in drafting]], most)
+        except Exception:
+            self._give_up()
+            return {}
+        return {
+            each.piece.sequence_id: Proposal(DraftSource.MTP.value, tuple(tokens))
+            for each, tokens in zip(drafting, guesses, strict=True)
+        }
+
+    def _give_up(self) -> None:
+        _log.exception("the MTP layer failed; it drafts no more")
+        self._has_failed, self._pipeline.keeps_every_row = True, False
+
+    def _follow(
         self,
         plan: StepPlan,
         found: Verified,
         sequences: Mapping[int, Sequence],
         hidden_TD: Tensor,
-    ) -> dict[int, Proposal]:
+    ) -> None:
         followed, rows = _follow(plan, found, sequences)
         if not followed:
-            return {}
+            return
         if len(rows) < len(hidden_TD):
             hidden_TD = hidden_TD[torch.from_numpy(rows).to(hidden_TD.device)]
         batch = MicroBatch(tuple(each.piece for each in followed))
-        states_TD = self._part.stage.first_states(batch, hidden_TD, self._part.cache)
-        self._note_use(plan)
-        drafting = [each for each in followed if self._may_draft(each, sequences)]
-        if not drafting or len(drafting) > MAX_GUESSES:
-            return {}
-        most = min(self._max_tokens, MAX_GUESSES // len(drafting))
-        guesses = self._guesses(drafting, states_TD[[each.last for each in drafting]], most)
-        return {
-            each.piece.sequence_id: (DraftSource.MTP.value, tuple(tokens))
-            for each, tokens in zip(drafting, guesses, strict=True)
-        }
-
-    def _note_use(self, plan: StepPlan) -> None:
-        """Counts the consecutive decode steps without a draft, in which no gain was expected."""
-        before = self._num_unused
-        self._num_unused = {
-            piece.sequence_id: 0
-            if len(piece.token_ids) > 1  # a prompt, or with a draft
-            else before.get(piece.sequence_id, 0) + 1
-            for piece in plan.slices
-        }
+        self._states_TD = self._part.stage.first_states(batch, hidden_TD, self._part.cache)
+        self._drafting = [each for each in followed if self._may_draft(each, sequences)]
 
     def _may_draft(self, each: _Followed, sequences: Mapping[int, Sequence]) -> bool:
         """Returns whether drafts behind the rows are wanted and fit the context."""
         piece = each.piece
-        num_unused = self._num_unused[piece.sequence_id]
-        if not each.is_sampled or (num_unused > _PATIENCE and num_unused % _PAUSE):
-            return False
         end = piece.start + len(piece.token_ids) + self._max_tokens
         request = sequences[piece.sequence_id].request
-        return request.drafts and end <= self._part.max_positions
+        return each.is_sampled and request.drafts and end <= self._part.max_positions
 
     def _guesses(self, drafting: list[_Followed], state_SD: Tensor, most: int) -> list[list[int]]:
         """Returns `most` tokens for each sequence, each the likeliest after the one before it."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from moe_serve.engine.drafting.draft import DraftSource
-from moe_serve.engine.execute.step_outcome import Proposal
+from moe_serve.engine.drafting.draft import DraftSource, Proposal
 from moe_serve.engine.execute.verify import Verified
+from moe_serve.engine.request.sequence import Sequence
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
 from moe_serve.pipeline.pipeline import Pipeline
 
 _MOST_SEQUENCES = 16
-_MOST_UNUSED = 8  # steps in turn whose drafts were not verified, before drafting pauses
-_PAUSE = 64  # steps
 
 
 @dataclass(slots=True)
@@ -33,28 +32,25 @@ class SelfDrafter:
 
     The pipeline writes keys and values behind the sequence's computed tokens. They are not visible
     to other sequences, and the step that verifies the draft overwrites them before it reads them.
-    If no draft is verified for some steps, as others are better or too many rows run, it pauses.
     """
 
-    def __init__(self, pipeline: Pipeline, page_size: int, most: int) -> None:
-        """`pipeline` runs fewer experts on the same cache. `most`: tokens of a draft."""
+    def __init__(self, pipeline: Pipeline, page_size: int) -> None:
+        """`pipeline` runs fewer experts on the same cache."""
         self._pipeline, self._page_size = pipeline, page_size
-        self._most = most
-        self._num_unused = self._num_paused = 0
-        self._has_proposed = False
 
-    def propose(self, plan: StepPlan, found: Verified) -> dict[int, Proposal]:
-        """Returns drafts behind the runs of a step, by sequence id. A sequence whose draft is not
-        finite is added to the spoiled ones, as its page may hold NaNs."""
-        if self._is_paused(plan):
-            return {}
+    def follow(self, plan: StepPlan, found: Verified, sequences: Mapping[int, Sequence]) -> None:
+        """See GuessingNetwork. The model has computed the keys and values."""
+
+    def guess(self, plan: StepPlan, found: Verified) -> dict[int, Proposal]:
+        """See GuessingNetwork.guess. A sequence whose draft is not finite is added to the spoiled
+        ones, as its page may hold NaNs."""
         guesses = [
             guess
             for piece in plan.slices
-            if (guess := self._first(piece, found)) is not None and guess.num_left
+            if (guess := self._first(piece, found, plan.num_guesses)) is not None
+            and guess.num_left > 0
         ]
-        self._has_proposed = bool(guesses) and len(guesses) <= _MOST_SEQUENCES
-        if not self._has_proposed:
+        if len(guesses) > _MOST_SEQUENCES:
             return {}
         active = guesses
         while active:
@@ -62,21 +58,12 @@ class SelfDrafter:
             active = [guess for guess in active if guess.num_left and guess.is_finite]
         found.spoiled.extend(g.piece.sequence_id for g in guesses if not g.is_finite)
         return {
-            guess.piece.sequence_id: (DraftSource.SELF.value, tuple(guess.tokens))
+            guess.piece.sequence_id: Proposal(DraftSource.SELF.value, tuple(guess.tokens))
             for guess in guesses
             if guess.is_finite
         }
 
-    def _is_paused(self, plan: StepPlan) -> bool:
-        is_unused = self._has_proposed and not any(piece.num_drafted for piece in plan.slices)
-        self._num_unused = self._num_unused + 1 if is_unused else 0
-        if self._num_unused >= _MOST_UNUSED:
-            self._num_unused, self._num_paused = 0, _PAUSE
-        self._has_proposed = False
-        self._num_paused = max(0, self._num_paused - 1)
-        return self._num_paused > 0
-
-    def _first(self, piece: SequenceSlice, found: Verified) -> _Guess | None:
+    def _first(self, piece: SequenceSlice, found: Verified, most: int) -> _Guess | None:
         """Returns the row of a sequence's newest token; None without a valid one."""
         run = found.sampled.get(piece.sequence_id)
         if not run or not run[-1].is_valid or piece.sequence_id in found.spoiled:
@@ -87,7 +74,7 @@ class SelfDrafter:
         room = len(piece.page_table) * self._page_size - start
         token = np.array([run[-1].token_id], dtype=np.int64)
         row = SequenceSlice(piece.sequence_id, start, token, piece.page_table, num_logits=1)
-        return _Guess(row, min(self._most, room), [])
+        return _Guess(row, min(most, room), [])
 
     def _step(self, guesses: list[_Guess]) -> None:
         """Drafts one token of each sequence: the likeliest one."""

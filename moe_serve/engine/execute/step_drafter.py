@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
-import torch
-
+from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.config.sections import EngineConfig
-from moe_serve.engine.drafting.draft import DraftSource
+from moe_serve.engine.drafting.draft import NO_PROPOSALS, DraftSource, Proposal, Proposals
+from moe_serve.engine.execute.head_drafter import HeadDrafter
 from moe_serve.engine.execute.mtp_drafter import MTPDrafter
 from moe_serve.engine.execute.self_drafter import SelfDrafter
-from moe_serve.engine.execute.step_outcome import Proposal
 from moe_serve.engine.execute.verify import Verified
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.sampling.answer_masks import AnswerMasks
@@ -23,28 +23,26 @@ from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.pipeline import Pipeline
 
 HEAD_FOLDER = "speculation_head"  # in a model's folder
-_HEAD_TOKENS = 4  # acceptance falls to a fifth behind them
-_HEAD_SEQUENCES = 8  # with more, the rows of guesses cost more than they gain
+
+
+class GuessingNetwork(Protocol):
+    """Guesses tokens from the state that a step leaves on its rank."""
+
+    def follow(self, plan: StepPlan, found: Verified, sequences: Mapping[int, Sequence]) -> None:
+        """Brings the network's own keys and values up to a step, whether or not it guesses."""
+        ...
+
+    def guess(self, plan: StepPlan, found: Verified) -> dict[int, Proposal]:
+        """Returns at most `plan.num_guesses` tokens behind the runs of a step, by sequence id."""
+        ...
 
 
 class StepDrafter:
     """Proposes drafts for the next step from the state that a step leaves on its rank."""
 
-    def __init__(
-        self,
-        masks: AnswerMasks | None,
-        head: SpeculationHead | None = None,
-        pipeline: Pipeline | None = None,
-        mtp: MTPDrafter | None = None,
-        by_self: SelfDrafter | None = None,
-    ) -> None:
-        """`pipeline` keeps the last hidden states, from which a `head` starts. `by_self` drafts
-        with the model itself."""
-        assert (head is None) == (pipeline is None), "a head starts from a pipeline's states"
-        self._masks, self._head, self._pipeline = masks, head, pipeline
-        self._mtp, self._self = mtp, by_self
-        if pipeline is not None:
-            pipeline.keeps_hidden = True
+    def __init__(self, masks: AnswerMasks | None, network: GuessingNetwork | None = None) -> None:
+        self._masks, self.network = masks, network
+        self.clock: Clock = REAL_CLOCK  # measures what guesses cost
 
     @classmethod
     def of(
@@ -65,9 +63,9 @@ class StepDrafter:
         """
         method = config.speculation.method
         if method in ("auto", "self"):
-            return cls(masks, by_self=by_self)
+            return cls(masks, by_self)
         if mtp is not None:
-            return cls(masks, mtp=MTPDrafter(mtp, pipeline, config.speculation.max_tokens))
+            return cls(masks, MTPDrafter(mtp, pipeline, config.speculation.max_tokens))
         if method != "head":
             return None
         device = pipeline.device.type
@@ -79,33 +77,21 @@ class StepDrafter:
             )
         wanted = config.speculation.head
         head_folder = folder / HEAD_FOLDER if wanted is None else Path(wanted)
-        return cls(masks, SpeculationHead.load_for(stage, head_folder), pipeline)
+        return cls(masks, HeadDrafter(SpeculationHead.load_for(stage, head_folder), pipeline))
 
     def propose(
         self, plan: StepPlan, found: Verified, sequences: Mapping[int, Sequence]
-    ) -> dict[int, Proposal]:
-        """Returns drafts that follow the runs which a step has sampled, by sequence id."""
-        proposals: dict[int, Proposal] = {}
-        if self._mtp is not None:
-            proposals = self._mtp.propose(plan, found, sequences)
-        if self._self is not None and found.sampled:
-            proposals = self._self.propose(plan, found)
-        if self._head is not None and found.sampled:
-            proposals = self._guessed(found)
+    ) -> Proposals:
+        """Returns drafts that follow the runs which a step has sampled. A network guesses only if
+        the plan asks for it."""
+        proposals, guess_s = dict[int, Proposal](), 0.0
+        if self.network is not None:
+            self.network.follow(plan, found, sequences)
+            if plan.num_guesses and found.sampled:
+                begun_at = self.clock()
+                proposals = self.network.guess(plan, found)
+                guess_s = self.clock() - begun_at
         if self._masks is not None:
             for key, tokens in self._masks.forced(found.sampled, sequences).items():
-                proposals[key] = (DraftSource.GRAMMAR.value, tokens)
-        return proposals
-
-    def _guessed(self, found: Verified) -> dict[int, Proposal]:
-        assert self._head is not None and self._pipeline is not None, "there is a head"
-        hidden_RD = self._pipeline.hidden_RD
-        keys = [key for key, run in found.sampled.items() if run[-1].is_valid]
-        if hidden_RD is None or not keys or len(keys) > _HEAD_SEQUENCES:
-            return {}
-        tokens = torch.tensor([found.sampled[key][-1].token_id for key in keys])
-        rows = [found.rows[key] for key in keys]
-        drafts = self._head.draft(hidden_RD[rows], tokens, _HEAD_TOKENS)
-        return {
-            key: (DraftSource.HEAD.value, tuple(d)) for key, d in zip(keys, drafts, strict=True)
-        }
+                proposals[key] = Proposal(DraftSource.GRAMMAR.value, tokens)
+        return Proposals(proposals, guess_s) if proposals or guess_s else NO_PROPOSALS

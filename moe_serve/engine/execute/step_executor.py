@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from collections.abc import Sequence as Rows
 from typing import Protocol
 
 from torch import Tensor
 
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.memory_stats import MemoryStats
+from moe_serve.engine.drafting.draft import NO_PROPOSALS, Proposals
 from moe_serve.engine.execute.step_drafter import StepDrafter
-from moe_serve.engine.execute.step_outcome import NAN, Proposal, RowFailure, StepOutcome
+from moe_serve.engine.execute.step_outcome import NAN, RowFailure, StepOutcome
 from moe_serve.engine.execute.step_timeline import StepWatch
-from moe_serve.engine.execute.verify import Verified, verify
+from moe_serve.engine.execute.verify import Verified, plain_points, verify
 from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.sampling.answer_masks import AnswerMasks, MaskCost
@@ -129,14 +131,16 @@ class LocalExecutor:
         if self._watch is not None:
             self._watch.finish(plan)
         choices = None if self._tap is None else self._tap.end(plan)
-        slices = plan.slices
+        slices, self._mask_costs = plan.slices, {}
+        if (found := self._sample_plain(logits, slices, sequences)) is not None:
+            proposals = self._proposals(plan, found, sequences)
+            return StepOutcome(sampled=found.sampled, choices=choices, proposals=proposals)
         described, start = dict[int, tuple[TokenLogprob, ...]](), 0
         for piece in slices:
             sequence, end = sequences[piece.sequence_id], start + piece.num_logits
             if sequence.wants_prompt_logprobs:
                 described[sequence.id] = self._describe(sequence, piece, logits[start:end])
             start = end
-        self._mask_costs = {}
         found = verify(logits, slices, sequences, self._sample)
         for key in self._parked.not_finite:
             found.sampled.pop(key, None)
@@ -153,8 +157,11 @@ class LocalExecutor:
 
     def _proposals(
         self, plan: StepPlan, found: Verified, sequences: Mapping[int, Sequence]
-    ) -> dict[int, Proposal]:
-        return {} if self.drafter is None else self.drafter.propose(plan, found, sequences)
+    ) -> Proposals:
+        """Returns drafts for the next step. A grammar that made no mask forces nothing."""
+        if self.drafter is None or not (self.drafter.network or self._mask_costs):
+            return NO_PROPOSALS
+        return self.drafter.propose(plan, found, sequences)
 
     def forget(self, sequence_ids: list[int]) -> None:
         """See `StepExecutor.forget`."""
@@ -175,6 +182,23 @@ class LocalExecutor:
 
     def finish_page_work(self) -> None:
         """See `StepExecutor.finish_page_work`."""
+
+    def _sample_plain(
+        self, logits: Tensor, slices: Rows[SequenceSlice], sequences: Mapping[int, Sequence]
+    ) -> Verified | None:
+        """Does what `verify` does for a step whose tokens only the logits decide. None: they do
+        not, or the sampler raised; then nothing was done."""
+        points = plain_points(slices, sequences)
+        if points is None:
+            return None
+        try:
+            tokens = self._sampler.sample(logits, points)
+        except Exception:
+            return None  # the usual way finds the faulty row
+        found = Verified()
+        for row, (piece, token) in enumerate(zip(slices, tokens, strict=True)):
+            found.sampled[piece.sequence_id], found.rows[piece.sequence_id] = (token,), row
+        return found
 
     def _sample(self, logits: Tensor, points: list[SamplingPoint]) -> list[Sampled | RowFailure]:
         """Samples one token per point. If that raises, it samples row by row, so that only the

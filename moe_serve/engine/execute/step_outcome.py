@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
+from moe_serve.engine.drafting.draft import NO_PROPOSALS, Proposals
 from moe_serve.engine.request.request import (
     DraftResult,
     FinishReason,
@@ -16,8 +17,6 @@ from moe_serve.engine.request.sequence import Schedule, Sequence, StopRule
 from moe_serve.engine.sampling.answer_masks import MaskCost
 from moe_serve.engine.sampling.sampler import Sampled
 from moe_serve.pipeline.route_tap import StepChoices
-
-Proposal = tuple[str, tuple[int, ...]]  # a drafter's name (`DraftSource`) and its tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class StepOutcome:
     prompt_logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     choices: StepChoices | None = None  # the routers' choices, if the plan asked for them
     spoiled: Collection[int] = ()  # sequences whose refused drafted tokens left NaNs in pages
-    proposals: Mapping[int, Proposal] = field(default_factory=dict)  # drafts for the next step
+    proposals: Proposals = NO_PROPOSALS  # drafts for the next step
     mask_costs: Mapping[int, MaskCost] = field(default_factory=dict)
 
     def run_of(self, sequence_id: int) -> tuple[tuple[Sampled, ...], RowFailure | None]:
@@ -94,7 +93,7 @@ class StepOutcome:
     def cut(self, schedule: Schedule, stop: StopRule) -> StepOutcome:
         """Returns the outcome without the tokens behind the ends of the scheduled sequences."""
         runs = self.sampled
-        if all(len(run) < 2 for run in runs.values()):
+        if not [run for run in runs.values() if len(run) > 1]:
             return self
         kept = dict(runs)
         for key, run in runs.items():

@@ -35,6 +35,22 @@ class Verified:
     spoiled: list[int] = field(default_factory=list)
 
 
+def plain_points(
+    slices: Items[SequenceSlice], sequences: Mapping[int, Sequence]
+) -> list[SamplingPoint] | None:
+    """Returns the points of a step in which every slice gets a token that only its logits decide.
+    None: some slice does not, or it has a draft."""
+    points = []
+    for piece in slices:
+        sequence, position = sequences[piece.sequence_id], piece.start + len(piece.token_ids)
+        if not sequence.is_plain or piece.num_logits != 1 or piece.layers is not None:
+            return None
+        if piece.num_drafted or position != len(sequence.token_ids):
+            return None
+        points.append(SamplingPoint(sequence, position))
+    return points
+
+
 @dataclass(slots=True)
 class _Walk:
     """The rows of one sequence: `first` is the row behind its last token, one more follows for

@@ -43,6 +43,12 @@ class DecodingRules:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     thinking_markers: ThinkingMarkers | None = None  # None: the reasoning has no limit
 
+    @property
+    def is_plain(self) -> bool:
+        """True if nothing bounds the tokens, and the prompt's are not described."""
+        is_bound = self.constraint or self.bad_word_ids or self.thinking_markers
+        return self.prompt_logprobs is None and not is_bound
+
     @classmethod
     def of(cls, params: SamplingParams) -> DecodingRules:
         """The rules of parameters in which nothing needs the model."""

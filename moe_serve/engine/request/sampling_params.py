@@ -188,6 +188,14 @@ class SamplingParams:
         return self.temperature < 1e-5  # dividing by smaller ones would overflow
 
     @property
+    def is_plain(self) -> bool:
+        """True if a token is the largest logit as the model gives it, and only the token is
+        wanted."""
+        is_changed = self.logit_bias or self.has_penalties or self.min_tokens
+        is_bound = self.allowed_token_ids or self.thinking_token_budget is not None
+        return self.is_greedy and self.logprobs is None and not (is_changed or is_bound)
+
+    @property
     def has_penalties(self) -> bool:
         return (
             self.presence_penalty != 0.0

@@ -6,7 +6,7 @@ The records of several engines add up: `total = one + other`. All are snapshots.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -222,6 +222,27 @@ class CellStatus:
         return self.state in ("draining", "leaving")
 
 
+ScaleAction = Literal[
+    "add",  # cells are started
+    "remove",  # cells leave
+    "keep",  # there are as many as are wanted
+    "hold",  # other numbers are wanted, and cannot be had now
+    "failed",  # a cell that was added could not start
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingStats:
+    """The state of autoscaling, filled by what decides. `last`: the last action that was not to
+    keep the cells, in a sentence, and `num_said` how many such sentences there were."""
+
+    policy: str
+    wanted: Mapping[str, int]  # cells of each role that is scaled
+    num_decisions: Mapping[ScaleAction, int]
+    last: str = ""
+    num_said: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """A snapshot of the engine that is cheap to take from any thread."""
@@ -242,6 +263,7 @@ class EngineStats:
     ranks: tuple[RankLoad, ...] = ()  # attention ranks; empty in one process
     members: tuple[RankStatus, ...] = ()  # ranks of both pools, present or not
     cells: tuple[CellStatus, ...] = ()  # empty with one cell
+    scaling: ScalingStats | None = None  # None: the number of cells does not follow the load
     moves: MovesStats | None = None  # of requests between cells; None with one cell
     num_lost_ranks: int = 0  # since the start; a rank lost twice counts twice
     last_loss: str = ""  # the last lost rank and the reason

@@ -89,6 +89,8 @@ class RouteListeners:
     def with_requests(self, plan: StepPlan, step: int, schedule: Schedule) -> StepPlan:
         """Returns the plan with the route requests of the listeners and of the sequences."""
         listeners, wanted = self._listeners, sequences_that_ask(plan, schedule)
+        if not (listeners or wanted):
+            return plan
         if listeners:
             sequences = sequences_of(schedule)
             wanted = wanted.union(*(each.wants(step, sequences) for each in listeners))

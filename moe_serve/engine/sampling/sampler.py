@@ -26,7 +26,7 @@ from moe_serve.engine.request.request import TokenLogprob
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.sampling.sampling_point import SamplingPoint
 
-Largest = Callable[[Tensor], tuple[Tensor, Tensor]]
+Largest = Callable[[Tensor], tuple[list[float], list[int]]]
 
 _USUAL_NUCLEUS = 1024  # tokens; rows with a larger nucleus are sorted completely
 _MASK = 2**64 - 1
@@ -41,6 +41,11 @@ class Sampled:
     logprob: TokenLogprob | None
 
 
+def _largest(x_SV: Tensor) -> tuple[list[float], list[int]]:
+    values_S, places_S = x_SV.max(dim=-1)
+    return values_S.tolist(), places_S.tolist()
+
+
 class Sampler:
     """Implements SamplingBackend with torch operations, on the logits' device.
 
@@ -48,22 +53,23 @@ class Sampler:
     largest value and its first place; see `Kernels.largest`.
     """
 
-    def __init__(
-        self, eos_token_ids: frozenset[int], largest: Largest = lambda x_SV: x_SV.max(dim=-1)
-    ) -> None:
+    def __init__(self, eos_token_ids: frozenset[int], largest: Largest = _largest) -> None:
         self._eos, self._largest = sorted(eos_token_ids), largest
 
     def sample(
         self, logits_SV: Tensor, points: Rows[SamplingPoint], masks: TokenMasks | None = None
     ) -> list[Sampled]:
         """Samples one token for each row, at its point."""
+        if masks is None and not [p for p in points if not p.sequence.is_plain]:
+            tops, tokens = self._largest(logits_SV)
+            pairs = zip(tokens, tops, strict=True)
+            return [Sampled(token, math.isfinite(top), None) for token, top in pairs]
         adjusted_SV = self._adjust(logits_SV, points)
         if masks is not None:
             adjusted_SV = logits_SV.clone() if adjusted_SV is logits_SV else adjusted_SV
             _ban_others(adjusted_SV, masks)
-        top_S, ids_S = self._largest(adjusted_SV)
-        tokens = ids_S.tolist()
-        is_valid = [math.isfinite(top) for top in top_S.tolist()]
+        tops, tokens = self._largest(adjusted_SV)
+        is_valid = [math.isfinite(top) for top in tops]
         params = [point.sequence.request.params for point in points]
         drawing = [i for i, p in enumerate(params) if not p.is_greedy and is_valid[i]]
         for wants_filter in (False, True) if drawing else ():

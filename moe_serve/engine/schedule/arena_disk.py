@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.cache.tiers.arena import ArenaIndex
-from moe_serve.cache.tiers.store import LoadDone, PageStore, SavedPage, TierStats
+from moe_serve.cache.tiers.store import LoadedPages, PageStore, SavedPage, TierStats
 from moe_serve.clock import Clock
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.schedule.store_loads import RecentSteps, StoreLoad, StoreLoads, close_store
@@ -112,10 +112,11 @@ class ArenaDisk:
             memory=memory,
         )
 
-    def _enter(self, load: StoreLoad, done: LoadDone) -> int:
-        """Puts loaded pages into slots while there are free ones. Returns their number."""
+    def _enter(self, load: StoreLoad, loaded: LoadedPages) -> int:
+        """Puts loaded pages into slots while there are free ones. Returns their number. It gets all
+        pages of a load at once: none of them takes another's slot."""
         run: list[tuple[bytes, int]] = []
-        for key, page in zip(load.keys, done.pages, strict=False):
+        for key, page in zip(load.keys, loaded, strict=False):
             slot = self._arena.reserve()
             if slot is None:
                 break

@@ -34,6 +34,9 @@ class Share:
     layers: LayerRange | None = None
 
 
+_ONE_TOKEN = Share(1, 1)
+
+
 @dataclass(frozen=True, slots=True)
 class _GroupOffer:
     """A way to read a prompt: the number of tokens that pass layers together, and the predicted
@@ -111,10 +114,12 @@ class LayeredPrefill:
 
     def share(self, sequence: Sequence, budget: int, chosen: Schedule) -> Share:
         """Returns a sequence's share of the remaining budget. `chosen`: the sequences before it."""
+        if budget > 0 and len(sequence.token_ids) - sequence.num_computed_tokens == 1:
+            return _ONE_TOKEN
         joint = sequence.num_joint_tokens
         count = min(joint, budget)
         is_cut = joint < sequence.num_pending_tokens  # it computes again what hid different pages
-        if self._costs is None or budget <= 0 or sequence.num_pending_tokens == 1 or is_cut:
+        if self._costs is None or budget <= 0 or is_cut:
             return Share(count, count)
         if not sequence.num_parked_tokens:
             is_whole = sequence.num_pending_tokens <= budget
@@ -143,7 +148,8 @@ class LayeredPrefill:
 
     def left(self, budget: int, schedule: Schedule) -> int:
         """Returns the part of a step's budget that the scheduled sequences leave."""
-        return budget - sum([count for _, count in self.costs(schedule).values()])
+        costs = self.costs(schedule) if self._ranges else schedule
+        return budget - sum([count for _, count in costs.values()])
 
     def parks(self, sequence: Sequence, count: int) -> bool:
         """Notes that a step has computed its share of a sequence, and returns whether the tokens

@@ -1,9 +1,10 @@
 """Moves pages between the prefix cache and a tier, without ever waiting for it.
 
-Full pages are copied for the store a few at a time, at the beginning of steps. A waiting sequence
-whose next pages are in the store waits while these are read, as it would for a running sequence
-that computes them; others start in the meantime. A load that is late is given up: the sequence
-computes.
+Full pages are copied for the store a few at a time, at the beginning of steps: many become known at
+once, and a step that copied all of them would be late. A waiting sequence whose next pages are in
+the store waits while these are read, as it would for a running sequence that computes them; others
+start in the meantime. What was read is put into the cache while the rest is read. A load that is
+late is given up: the sequence computes.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from numpy.typing import NDArray
 
 from moe_serve.cache.page_key import token_array
 from moe_serve.cache.prefix_cache import PrefixCache
-from moe_serve.cache.tiers.store import LoadDone, PageStore, SavedPage, TierStats
+from moe_serve.cache.tiers.store import LoadedPages, PageStore, SavedPage, TierStats
 from moe_serve.clock import Clock
 from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.schedule.kv_tier import KVTier
 from moe_serve.engine.schedule.store_loads import RecentSteps, StoreLoad, StoreLoads, close_store
 
-_PAGES_PER_STEP = 16  # copied for the store in a step; a step computes more only of long prompts
+_PAGES_PER_STEP = 16  # copied for the store at most in a step
+_SPREAD_STEPS = 64  # over which the pages are copied that became known at once
+_TOGETHER = 4  # pages copied at least, if there are: the first of a step takes longest
+_BEHIND_SHARE = 8  # of the cache, one in so many pages may wait: they could be evicted before
 _MOST_QUEUED = 65536  # pages that wait to be copied
 
 
@@ -54,6 +58,7 @@ class PageTiers(KVTier):
         self.loads = StoreLoads(store, cache.page_size, pages.num_bytes, clock)
         self._times = RecentSteps(self.loads.rule, clock)
         self._fresh: deque[tuple[int, bytes, bytes]] = deque()  # page, key, parent key
+        self._pace, self._due = 0.0, 0.0  # pages a step, until none is left; those due now
         self._num_dropped = 0
 
     @property
@@ -87,23 +92,36 @@ class PageTiers(KVTier):
         """See `KVTier.update`."""
         if self.is_due:
             self._next_give = self._clock() + self._give_after_s
-        self.loads.take(self._enter)
+        self.loads.take(self._enter, is_gradual=True)
         if self._fresh:
-            self._hand_over()
+            self._hand_over(self._num_due())
 
-    def _hand_over(self) -> None:
-        """Copies pages for the store, while it has room."""
-        for _ in range(min(_PAGES_PER_STEP, len(self._fresh), self._store.room)):
+    def _num_due(self) -> int:
+        """Returns how many pages are to be copied in this step."""
+        num_fresh = len(self._fresh)
+        self._pace = max(self._pace, num_fresh / _SPREAD_STEPS)
+        num_behind = num_fresh - self._cache.num_pages // _BEHIND_SHARE
+        self._due = max(self._due + self._pace, num_behind)
+        return int(self._due) if self._due >= min(_TOGETHER, num_fresh) else 0
+
+    def _hand_over(self, most: int) -> None:
+        """Copies some pages for the store, while it has room."""
+        for _ in range(min(most, _PAGES_PER_STEP, len(self._fresh), self._store.room)):
             page, key, parent_key = self._fresh.popleft()
             if self._cache.tree.find(key) == page and not self._store.has(key):
                 data, size = self._store.buffer(), self._cache.page_size
                 self._pages.read(page, data)
                 self._store.save(SavedPage(key, parent_key, size, data))
+            self._due = max(0.0, self._due - 1)
+        if not self._fresh:
+            self._pace = self._due = 0.0
 
     def step_begins(self, schedule: Schedule) -> None:
-        """See `KVTier.step_begins`. An empty step waits a moment for a load that runs."""
+        """See `KVTier.step_begins`. An empty step delays nothing: it copies more pages, and waits a
+        moment for a load that runs."""
         self._times.begins(schedule.values())
         if not schedule:
+            self._hand_over(_PAGES_PER_STEP)
             self.loads.wait()
 
     def step_ended(self) -> None:
@@ -117,7 +135,10 @@ class PageTiers(KVTier):
     def close(self) -> None:
         """See `KVTier.close`."""
         close_store(
-            self._store, self._clock, has_rest=lambda: bool(self._fresh), store_more=self.update
+            self._store,
+            self._clock,
+            has_rest=lambda: bool(self._fresh),
+            store_more=lambda: self._hand_over(_PAGES_PER_STEP),
         )
 
     def stats(self) -> TierStats:
@@ -130,20 +151,21 @@ class PageTiers(KVTier):
             saves={**stats.saves, "dropped": dropped},
         )
 
-    def _enter(self, load: StoreLoad, done: LoadDone) -> int:
+    def _enter(self, load: StoreLoad, loaded: LoadedPages) -> int:
         """Puts loaded pages into the cache while it has room. Returns their number."""
         cache, size, sequence = self._cache, self._cache.page_size, load.sequence
-        found = cache.find(sequence.page_keys[1 : load.num_found + 1])
-        if len(found) < load.num_found or not sequence.page_keys:
+        start = load.num_found + load.num_entered
+        found = cache.find(sequence.page_keys[1 : start + 1])
+        if len(found) < start or not sequence.page_keys:
             return 0  # evicted in the meantime, or the sequence has left the engine
         cache.pin(found)
-        pages = cache.allocate(min(len(done.pages), cache.num_available))
-        start, end = load.num_found, load.num_found + len(pages)
+        pages = cache.allocate(min(len(loaded), cache.num_available))
+        end = start + len(pages)
         tokens = token_array(sequence.token_ids[start * size : end * size]).reshape(-1, size)
         keys, origin = sequence.page_keys[start : end + 1], sequence.request.page_origin
         run: list[int] = []
         for page, data, row, (parent_key, key) in zip(
-            pages, done.pages, tokens, itertools.pairwise(keys), strict=False
+            pages, loaded, tokens, itertools.pairwise(keys), strict=False
         ):
             self._pages.write(page, data)
             run.append(cache.enter(page, key, parent_key, row, origin))

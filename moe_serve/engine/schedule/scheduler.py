@@ -180,19 +180,20 @@ class Scheduler:
         chosen: Schedule = {}
         num_preempted = self.num_preemptions
         decoding, reading = self.urgency.in_step(self.running)
-        is_alone = not (reading or self.waiting and self.starter.has_seat)
+        has_waiting = bool(self.waiting)
+        is_alone = not (reading or has_waiting and self.starter.has_seat)
         decoding = self.mask_share.affordable(decoding, is_alone=is_alone)
         most, later, until = self._config.max_batched_tokens, list[Sequence](), 0.0
         if self.service is not None:
             most = self.service.num_tokens(decoding)
-            if self.waiting and self.starter.has_seat:
+            if has_waiting and self.starter.has_seat:
                 reading, later, until = self.service.split(reading)
         budget = self._serve((*decoding, *reading), most, most, chosen)
         if later:
             if self.num_preemptions == num_preempted:
                 budget = self.starter.admit(budget, chosen, until)
             budget = self._serve(later, budget, most, chosen)
-        if self.num_preemptions == num_preempted:
+        if has_waiting and self.num_preemptions == num_preempted:
             self.starter.admit(budget, chosen)
         self._num_left, costs = self.layered.left(most, chosen), self.layered.costs(chosen)
         if self.service is not None:
@@ -222,16 +223,14 @@ class Scheduler:
             self._preempt(victim, {})
 
     def step_ended(self, num_tokens: int) -> None:
-        """Notes the end of the step that was scheduled last. `num_tokens`: computed since the
-        start."""
+        """Notes the end of the last step. `num_tokens`: computed since the start."""
         self.step_tokens.count_to(num_tokens)
         self.tier.step_ended()
         if self.service is not None:
             self.service.step_ended(self.running, num_tokens, has_work=self.has_work)
 
     def overdue(self) -> list[Sequence]:
-        """Returns running sequences that hold seats others need because their grammars are too
-        costly."""
+        """Returns running sequences whose costly grammars hold seats that others need."""
         if not self.waiting or self.starter.has_seat:
             return []
         return self.mask_share.overdue(self.running, len(self.waiting))
@@ -242,8 +241,7 @@ class Scheduler:
 
     @property
     def num_spare_rows(self) -> int:
-        """Number of rows that drafts may add to the step that was scheduled last; 0 if more than
-        half of its budget is taken."""
+        """Rows that drafts may add to the last schedule; 0 if half of its budget is taken."""
         budget = self._config.max_batched_tokens
         return self._num_left if 2 * self._num_left >= budget else 0
 
@@ -282,6 +280,8 @@ class Scheduler:
         if not sequence.is_running:
             return False  # preempted a moment ago
         needed = sequence.num_missing_pages(sequence.num_computed_tokens + count)
+        if needed <= 0:
+            return True
         if needed > self.cache.num_available:
             self._unproven_pages += self.sharing.free_behind_window(self.running)
         while needed > self.cache.num_available:

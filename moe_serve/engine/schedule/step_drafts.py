@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
 from moe_serve.clock import Clock
-from moe_serve.engine.drafting.draft import Draft
+from moe_serve.engine.drafting.draft import NO_PROPOSALS, Draft, Proposals
 from moe_serve.engine.drafting.drafting import Drafting
 from moe_serve.engine.request.draft_counts import DraftCounts
 from moe_serve.engine.request.request import DraftResult
 from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.schedule.scheduler import Scheduler
+from moe_serve.model.step_plan import StepPlan
 
 NO_DRAFTS: Mapping[int, Draft] = {}
 
@@ -29,28 +31,39 @@ class StepDrafts:
         self._begun_at = self._ended_at = clock()
         self._extended: set[int] = set()  # sequences with pages behind their next token
         self._resting: set[int] = set()  # sequences that were spoiled: their next step has no draft
+        self._quiet: frozenset[int] = frozenset()  # sequences of a pause in which none has a draft
+        self._num_quiet = self._num_left = 0  # its steps that have ended, and those that are left
+        self._has_chosen = False  # in the running step
 
     @property
     def counts(self) -> DraftCounts:
         return DraftCounts() if self._drafting is None else self._drafting.counts
 
-    def use(self, drafting: Drafting | None) -> None:
-        """Changes the drafting from the next step on. It is called between steps."""
-        self._drafting = drafting
+    def use(self, drafting: Drafting | None, clock: Clock | None = None) -> None:
+        """Changes the drafting, and the clock that measures steps, from the next step on. It is
+        called between steps."""
+        self._clock = self._clock if clock is None else clock
+        self._begun_at = self._ended_at = self._clock()
+        self._drafting, self._has_chosen = drafting, False
+        self._num_quiet = self._num_left = 0
 
     def begin(self, schedule: Schedule) -> None:
         """Chooses the drafts of a step that has been scheduled."""
         self.running = NO_DRAFTS
         if self._drafting is None:
             return
-        self._begun_at = self._clock()
+        if self._num_left and schedule.keys() == self._quiet:
+            return
+        self._end_pause(self._drafting)
+        self._begun_at, self._has_chosen = self._clock(), True
         if self._resting:
             rested = self._resting & schedule.keys()
             self._resting -= rested
             schedule = {key: item for key, item in schedule.items() if key not in rested}
         drafts: dict[int, Draft] = {}
-        chosen = self._drafting.choose(schedule, self._scheduler.num_spare_rows)
-        num_more = self._drafting.num_self_tokens
+        drafting = self._drafting
+        chosen = drafting.choose(schedule, self._scheduler.num_spare_rows)
+        num_more = drafting.num_guesses if drafting.guesses_take_pages else 0
         for key in schedule if num_more else chosen:
             sequence, draft = schedule[key][0], chosen.get(key)
             if draft is None and sequence.num_pending_tokens > 1:
@@ -61,6 +74,13 @@ class StepDrafts:
             if draft is not None and room:
                 drafts[key] = draft.cut(room)
         self.running = drafts
+        if not drafts and (pause := drafting.pause(schedule)):
+            self._quiet, self._num_left = frozenset(schedule), pause
+
+    def ask_guesses(self, plan: StepPlan) -> StepPlan:
+        """Returns the plan of the step that has begun with the guesses to make behind it."""
+        num_guesses = 0 if self._drafting is None else self._drafting.num_guesses
+        return replace(plan, num_guesses=num_guesses) if num_guesses else plan
 
     def _give_pages(self, sequence: Sequence, num_drafted: int) -> int:
         """Gives a scheduled sequence pages for drafted tokens behind its next one. Returns for how
@@ -77,7 +97,18 @@ class StepDrafts:
         drafts, and the next one will probably have none."""
         if self._drafting is None:
             return True
-        return not (self.running or self._drafting.expects(schedule))
+        num_left = self._num_left if self._has_chosen else self._num_left - 1
+        if num_left > 0 and schedule.keys() == self._quiet:
+            return True
+        self._end_pause(self._drafting)
+        is_certain = not (self.running or self._drafting.num_guesses)
+        return is_certain and not self._drafting.expects(schedule)
+
+    def _end_pause(self, drafting: Drafting) -> None:
+        """Ends a pause in which no sequence asks for a draft."""
+        if self._num_quiet:
+            drafting.note_quiet(len(self._quiet), self._num_quiet)
+        self._num_quiet = self._num_left = 0
 
     def result(self, sequence: Sequence, num_tokens: int) -> DraftResult | None:
         """Learns from the draft of a sequence that got `num_tokens` tokens, if it had one."""
@@ -89,6 +120,8 @@ class StepDrafts:
     def give_back(self, schedule: Schedule, spoiled: Collection[int]) -> None:
         """Takes back the pages behind the tokens of scheduled sequences. A `spoiled` one may have
         NaNs in the rest of its last page, so it loses that page and computes its tokens again."""
+        if not self._extended:
+            return
         for key in [key for key in schedule if key in self._extended]:
             sequence = schedule[key][0]
             if sequence.is_running:
@@ -106,10 +139,8 @@ class StepDrafts:
         self.give_back(schedule, drafting)
         return {key: item for key, item in schedule.items() if key not in drafting}
 
-    def end(
-        self, schedule: Schedule, proposals: Mapping[int, tuple[str, tuple[int, ...]]] | None
-    ) -> None:
-        """Learns the time of a step that has ended. `proposals`: see `StepOutcome`; None if the
+    def end(self, schedule: Schedule, proposals: Proposals | None) -> None:
+        """Learns the time of a step that has ended. `proposals`: those of the outcome; None if the
         step failed."""
         drafting, drafts, self.running = self._drafting, self.running, NO_DRAFTS
         self._extended.clear()
@@ -117,13 +148,22 @@ class StepDrafts:
             return
         now, begun_at = self._clock(), max(self._begun_at, self._ended_at)
         self._ended_at = now
-        drafting.note_proposals(proposals or {})
+        found = NO_PROPOSALS if proposals is None else proposals
+        is_quiet, self._has_chosen = self._num_left > 0 and not self._has_chosen, False
+        if is_quiet:
+            self._num_quiet += 1
+            self._num_left -= 1
+            if found.of:
+                self._end_pause(drafting)
+                drafting.note_proposals(len(schedule), found)
+            return
+        drafting.note_proposals(len(schedule), found)
         if proposals is not None:
             num_drafted = sum([len(draft.token_ids) for draft in drafts.values()])
             drafting.note_step(
                 len(schedule) + num_drafted,
                 num_drafted,
-                now - begun_at,
+                max(0.0, now - begun_at - found.guess_s),
                 reads_prompt=[count for _, count in schedule.values()].count(1) < len(schedule),
             )
 

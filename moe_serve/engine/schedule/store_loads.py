@@ -3,7 +3,7 @@
 A load that takes longer than computing is given up: its sequence takes the pages that were read,
 and computes the rest. While one is past its deadline nothing else is asked, and when that happens
 for the third time in turn the store is switched off. What a load brought is handed to the caller,
-who knows where pages go.
+who knows where pages go, some of it while the rest is read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
-from moe_serve.cache.tiers.store import LoadDone, PageStore, TierStats
+from moe_serve.cache.tiers.store import LoadDone, LoadedPages, PageStore, TierStats
 from moe_serve.clock import Clock
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.schedule.load_or_compute import Decision, LoadOrCompute
@@ -25,10 +25,11 @@ _MOST_LATE = 3  # times in turn that loads took until their deadline: the store 
 _MOST_LOADS = 2  # of one sequence: pages that are evicted at once are not read for ever
 _WAIT_S = 0.005  # for the store, while nothing else is to be done
 _CLOSE_S = 10.0  # for pages that are not stored yet, at the end
+_LEAST_ENTERED = 16  # pages of a load that runs
 _PROBE_PAGES, _PROBE_EVERY = 4, 32  # a small load after 0, 1, 2, 4 ... 32, 64, 96 that do not pay
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StoreLoad:
     """A load that has not ended: the pages of `keys`, behind the sequence's first pages."""
 
@@ -39,6 +40,11 @@ class StoreLoad:
     deadline: float  # when it shows that the store hangs
     decision: Decision
     is_probe: bool = False
+    num_entered: int = 0  # pages that the caller has put into place
+    is_cut: bool = False  # the caller could not: no page behind them is of use
+
+
+Enter = Callable[[StoreLoad, LoadedPages], int]
 
 
 class StoreLoads:
@@ -89,16 +95,35 @@ class StoreLoads:
         self._awaited[keys[0]] = self._begin(sequence, num_found, keys, decision)
         return True
 
-    def take(self, enter: Callable[[StoreLoad, LoadDone], int]) -> None:
-        """Hands over loaded pages and gives up late loads. `enter` puts the pages where the
-        sequence finds them, and returns their number."""
+    def take(self, enter: Enter, *, is_gradual: bool = False) -> None:
+        """Hands over loaded pages and gives up late loads. `enter` puts the pages, which are behind
+        those that it put before, where the sequence finds them, and returns their number.
+        `is_gradual`: it gets pages of loads that run."""
         if not (self._loads or self._late):
             return  # most steps: nothing was asked
         for load, done in itertools.chain(self._take_done(), self._give_up_slow()):
-            count = enter(load, done) * self._page_size
-            load.sequence.num_tier_tokens += count
-            self._num_hit += count
+            self._enter(enter, load, done.pages[load.num_entered :])
+        if is_gradual:
+            for number, load in self._loads.items():
+                if self._has_more(number, load):
+                    self._enter(enter, load, self._store.read_pages(number, load.num_entered))
         self._count_hanging()
+
+    def _has_more(self, number: int, load: StoreLoad) -> bool:
+        """Returns whether a load has read so many pages more that they are worth the look-up of
+        those before them."""
+        progress = None if load.is_probe or load.is_cut else self._store.progress(number)
+        num_read = 0 if progress is None else progress.num_read
+        return num_read - load.num_entered >= max(_LEAST_ENTERED, load.num_entered // 4)
+
+    def _enter(self, enter: Enter, load: StoreLoad, pages: LoadedPages) -> None:
+        if not pages or load.is_cut:
+            return
+        count = enter(load, pages)
+        load.num_entered += count
+        load.is_cut = count < len(pages)
+        load.sequence.num_tier_tokens += count * self._page_size
+        self._num_hit += count * self._page_size
 
     def wait(self) -> None:
         """Waits a moment if a sequence waits for a load."""

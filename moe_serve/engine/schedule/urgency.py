@@ -66,8 +66,13 @@ class Urgency:
         """Returns the running sequences in the order in which a step serves them: those that
         decode, then those that still read their prompts. `running` is in the order in which they
         started, which was that of urgency, and both parts keep it."""
-        decoding = [s for s in running if s.num_pending_tokens == 1]
-        reading = [s for s in running if s.num_pending_tokens > 1]
+        decoding, reading = list[Sequence](), list[Sequence]()
+        for sequence in running:
+            num_pending = len(sequence.token_ids) - sequence.num_computed_tokens
+            if num_pending == 1:
+                decoding.append(sequence)
+            elif num_pending > 1:
+                reading.append(sequence)
         return decoding, reading
 
     def victim(self, running: Items[Sequence]) -> Sequence:

@@ -2,7 +2,7 @@
 
 The decision uses the last snapshots that the engines published, plus the requests that were
 accepted since. With several attention ranks, or cells, the one with the earliest first token
-counts. Cells that are closed to new requests do not count, unless all are.
+counts. Cells and ranks that are closed to new requests do not count, unless all are.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class Admission:
         self._ends_at: dict[int, float] = {}  # by engine: the predicted end of its last step
         self._snapshots: Mapping[int, QueueSnapshot] = {}  # by engine; replaced, never changed
         self._closed: set[int] = set()  # cells that take no requests
+        self._closed_engines: set[int] = set()  # likewise
         self._accepted: deque[_Accepted] = deque(maxlen=_MOST_ACCEPTED)
         self._refused: Counter[str] = Counter()
 
@@ -111,6 +112,14 @@ class Admission:
         """Drops the snapshot of an engine that is lost."""
         self._snapshots = {key: each for key, each in self._snapshots.items() if key != engine}
         self._ends_at.pop(engine, None)
+        self._closed_engines.discard(engine)
+
+    def set_engine_open(self, engine: int, *, is_open: bool) -> None:
+        """Notes whether an engine takes new requests, on the engine's thread."""
+        if is_open:
+            self._closed_engines.discard(engine)
+        else:
+            self._closed_engines.add(engine)
 
     def set_open(self, cell: int, *, is_open: bool) -> None:
         """Notes whether a cell takes new requests. Safe from any thread."""
@@ -178,9 +187,11 @@ class Admission:
     @property
     def _open_snapshots(self) -> Mapping[int, QueueSnapshot]:
         """The snapshots of the engines that take requests; of all, if none does."""
-        closed, all_of_them = self._closed, self._snapshots
+        closed, engines, all_of_them = self._closed, self._closed_engines, self._snapshots
         return {
-            k: each for k, each in all_of_them.items() if each.cell not in closed
+            k: each
+            for k, each in all_of_them.items()
+            if each.cell not in closed and k not in engines
         } or all_of_them
 
     def check(

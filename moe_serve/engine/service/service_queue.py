@@ -289,6 +289,10 @@ class ServiceQueue:
                 self._published = (-1, -1)
                 self.state.admission.publish(self._engine, self.snapshot(running))
 
+    def set_open(self, *, is_open: bool) -> None:
+        """Notes whether the engine takes new requests: forecasts count only on those that do."""
+        self.state.admission.set_engine_open(self._engine, is_open=is_open)
+
     def withdraw(self) -> None:
         """Forgets the engine, as it is lost."""
         self.state.admission.withdraw(self._engine)

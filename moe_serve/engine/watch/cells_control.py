@@ -2,7 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStatus:
+    """A node of a launch. `name`: of one that has joined, else its number."""
+
+    name: str
+    num_ranks: int
+    num_places: int | None  # None: no limit
+    is_there: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellPlace:
+    """Says where the ranks of a new cell run. `by_hand`: where operators start them; `node`: on
+    this node of a launch; neither: where the server chooses."""
+
+    by_hand: bool = False
+    node: str | None = None
+
+
+ANYWHERE = CellPlace()
 
 
 class CellsControl(Protocol):
@@ -11,13 +35,18 @@ class CellsControl(Protocol):
     there is no such cell, and CellsError, without changing anything, if they cannot be followed
     now."""
 
-    def add_cell(self, shape: str, *, number: int | None = None, by_hand: bool = False) -> int:
+    def add_cell(
+        self, shape: str, *, number: int | None = None, place: CellPlace = ANYWHERE
+    ) -> int:
         """Begins to start a cell such as "1A1E decode", and returns its number.
 
         `number` makes the call safe to repeat: a cell of the same shape that has this number is
-        that of the first call. `by_hand`: operators start its ranks, by the commands in its status.
-        Raises ConfigError for a shape that the server cannot have.
+        that of the first call. Raises ConfigError for a shape that the server cannot have.
         """
+        ...
+
+    def nodes(self) -> Sequence[NodeStatus]:
+        """Returns the nodes on which ranks run; empty: they run on this machine."""
         ...
 
     def remove_cell(self, index: int) -> None:

@@ -10,24 +10,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request
 
 from moe_serve.engine.request.client import EngineClient
-from moe_serve.engine.watch.cells_control import CellsControl
+from moe_serve.engine.watch.cells_control import CellPlace, CellsControl
 from moe_serve.errors import CellsError, ConfigError, InvalidRequestError
-from moe_serve.http.dashboard.cells_part import cells_part
+from moe_serve.http.dashboard.cells_part import cells_part, scaling_part
 from moe_serve.http.gate.auth import ADMIN_PREFIX
 from moe_serve.http.schema.json_body import read_json_object
 
-_FIELDS = ("shape", "number", "by_hand")
+_FIELDS = ("shape", "number", "by_hand", "node")
 _SCHEMA = {
     "type": "object",
     "properties": {
         "shape": {"type": "string"},
         "number": {"type": ["integer", "null"], "minimum": 0},
         "by_hand": {"type": ["boolean", "null"]},
+        "node": {"type": ["string", "null"]},
     },
     "required": ["shape"],
     "additionalProperties": False,
@@ -49,12 +51,15 @@ def cells_router(cells: CellsControl | None, engine: EngineClient, max_bytes: in
 
     def listed(index: int | None = None) -> dict[str, Any]:
         """Returns all cells, and one of them by itself. One that has gone has this state only."""
-        found = cells_part(engine.stats(), has_commands=True)
+        stats = engine.stats()
+        found = cells_part(stats, has_commands=True)
+        nodes = [asdict(node) for node in control().nodes()]
+        shown = {"cells": found, "autoscale": scaling_part(stats), "nodes": nodes}
         if index is None:
-            return {"cells": found}
+            return shown
         gone = {"name": f"cell-{index}", "state": "gone"}
         one = next((cell for cell in found if cell["name"] == gone["name"]), gone)
-        return {"cell": one, "cells": found}
+        return {"cell": one, **shown}
 
     @router.get("/cells")
     async def show() -> dict[str, Any]:
@@ -64,10 +69,10 @@ def cells_router(cells: CellsControl | None, engine: EngineClient, max_bytes: in
     @router.post("/cells", status_code=202, openapi_extra=_BODY)
     async def add(request: Request) -> dict[str, Any]:
         found = control()
-        shape, number, by_hand = _values(await read_json_object(request, max_bytes))
+        shape, number, place = _values(await read_json_object(request, max_bytes))
         try:
             add_cell = found.add_cell  # may read the model's config, to plan the memory
-            index = await asyncio.to_thread(add_cell, shape, number=number, by_hand=by_hand)
+            index = await asyncio.to_thread(add_cell, shape, number=number, place=place)
         except ConfigError as error:
             raise InvalidRequestError(str(error), param="shape") from None
         return listed(index)
@@ -105,14 +110,14 @@ def _add_rank_routes(
         return listed()
 
 
-def _values(body: dict[str, Any]) -> tuple[str, int | None, bool]:
+def _values(body: dict[str, Any]) -> tuple[str, int | None, CellPlace]:
     unknown = sorted(body.keys() - set(_FIELDS))
     if unknown:
         raise InvalidRequestError(
             f"Unknown field {unknown[0][:100]!r}. The known fields are {', '.join(_FIELDS)}.",
             param=unknown[0][:100],
         )
-    shape, number, by_hand = (body.get(field) for field in _FIELDS)
+    shape, number, by_hand, node = (body.get(field) for field in _FIELDS)
     if not isinstance(shape, str):
         raise InvalidRequestError(
             f"shape must be a text such as '1A1E decode', got {shape!r:.100}.", param="shape"
@@ -126,4 +131,8 @@ def _values(body: dict[str, Any]) -> tuple[str, int | None, bool]:
         raise InvalidRequestError(
             f"by_hand must be true or false, got {by_hand!r:.100}.", param="by_hand"
         )
-    return shape, number, bool(by_hand)
+    if node is not None and not isinstance(node, str):
+        raise InvalidRequestError(
+            f"node must be the name of a node, got {node!r:.100}.", param="node"
+        )
+    return shape, number, CellPlace(by_hand=bool(by_hand), node=node)

@@ -25,7 +25,7 @@ from moe_serve.engine.routes.placement_control import PlacementBrief
 from moe_serve.engine.watch.expert_load import WINDOW_S, ExpertCounts, ExpertLoad
 from moe_serve.errors import InvalidRequestError
 from moe_serve.http.dashboard.adapters_part import adapters_part
-from moe_serve.http.dashboard.cells_part import CellPlacementsPart, cells_part
+from moe_serve.http.dashboard.cells_part import CellPlacementsPart, cells_part, scaling_part
 from moe_serve.http.dashboard.facts import DashboardFacts, PredictorFacts
 from moe_serve.http.dashboard.service_part import ServiceWindow
 from moe_serve.http.dashboard.snapshot import (
@@ -132,6 +132,7 @@ class Board:
             "expert_memory": memory_part(stats),
             "ranks": ranks_part(stats, shares),
             "cells": cells_part(stats),
+            "autoscale": scaling_part(stats),
             "placement": placement_part(now.placements.get(""), shares),
             "cell_placements": self._placements.part(placement),
             "predictor": predictor_part(stats, facts.predictor),

@@ -33,6 +33,19 @@ def cells_part(stats: EngineStats, *, has_commands: bool = False) -> list[dict[s
     ]
 
 
+def scaling_part(stats: EngineStats) -> dict[str, Any] | None:
+    """Returns the state of autoscaling; None if the number of cells does not follow the load."""
+    scaling = stats.scaling
+    if scaling is None:
+        return None
+    return {
+        "policy": scaling.policy,
+        "wanted": dict(scaling.wanted),
+        "decisions": dict(scaling.num_decisions),
+        "last": scaling.last,
+    }
+
+
 class CellPlacementsPart:
     """Makes the part of the state about the placements of cells."""
 

@@ -254,6 +254,9 @@ class EventWatch:
                 self._log.add(kind, f"{cell.name} ({cell.ranks} {cell.role}) {text}{note}.")
         for name in states:
             self._log.add("cell_gone", f"{name} is gone.")
+        said = 0 if before.scaling is None else before.scaling.num_said
+        if now.scaling is not None and now.scaling.num_said > said:
+            self._log.add("cells_scaled", f"Autoscaling: {now.scaling.last}")
 
     def _placement(self, before: PlacementBrief, now: PlacementBrief, cell: str) -> None:
         def num_more(outcome: PlanOutcome) -> int:

@@ -6,7 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import get_args
 
 from moe_serve.engine.request.moves_stats import MovesStats
-from moe_serve.engine.request.stats import CellState, CellStatus
+from moe_serve.engine.request.stats import (
+    CellState,
+    CellStatus,
+    ScaleAction,
+    ScalingStats,
+)
 from moe_serve.http.metrics.scrape import MetricRow, Samples, ScrapePart
 
 _SERVING = ("serving", "draining", "leaving")  # cells with series of their own
@@ -95,4 +100,20 @@ _MOVE_ROWS: tuple[MetricRow, ...] = (
         lambda m: m.downtime_steps,
     ),
 )
-CELL_ROWS: tuple[MetricRow, ...] = (*_CELL_ROWS, *_MOVE_ROWS)
+_scaling = ScrapePart[ScalingStats](lambda scrape: scrape.stats.scaling, "cells_")
+_SCALING_ROWS: tuple[MetricRow, ...] = (
+    _scaling.gauge(
+        "wanted",
+        "Cells of a role that autoscaling wants, within its limits.",
+        lambda s: {(role,): count for role, count in s.wanted.items()},
+        "role",
+    ),
+    _scaling.counter(
+        "scale_decisions",
+        "Decisions of autoscaling, by what followed: add, remove, keep, hold (other numbers are "
+        "wanted and cannot be had now) or failed (a cell could not start).",
+        lambda s: {(action,): s.num_decisions.get(action, 0) for action in get_args(ScaleAction)},
+        "action",
+    ),
+)
+CELL_ROWS: tuple[MetricRow, ...] = (*_CELL_ROWS, *_MOVE_ROWS, *_SCALING_ROWS)

@@ -72,12 +72,15 @@ class AdaptedStage:
 
     def has_parts(self, plan: StepPlan) -> bool:
         """Returns whether rows of a step pass other stages than the base model's."""
+        if self._adapters is None:
+            return False
         return any(self._fine_tunes(batch) for batch in plan.micro_batches)
 
     def adapters(self, batch: MicroBatch) -> AdapterRows | None:
         """Returns the adapters of a micro-batch's rows, which all pass the base model's stage."""
         if self._adapters is None:
-            assert not any(s.adapter for s in batch.slices), "this pipeline has no adapters"
+            for piece in batch.slices:
+                assert not piece.adapter, "this pipeline has no adapters"
             return None
         device = self._base.embedding.device
         return adapter_rows(batch, self._adapters, self._base.kernels.adapters, device)

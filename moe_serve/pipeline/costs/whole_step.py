@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from moe_serve.pipeline.costs.step_costs import BatchLoad
 
-FEW_ROWS = (4, 16, 64)  # up to so many rows, a row may cost more than beyond
+FEW_ROWS = (2, 8, 32)  # up to so many rows, a row may cost more than beyond
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

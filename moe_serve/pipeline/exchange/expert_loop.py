@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from experts.expert_stage import ExpertStage, RoutedRows
+from moe_kernels.interface.rank_kernels import ServiceStep
 from moe_serve.pipeline.exchange.frame_layout import CompactLayout, FrameLayout, FramePool
+from moe_serve.pipeline.exchange.native_lanes import NativeLanes, step_key
 from moe_serve.pipeline.exchange.next_layer import together
 from moe_serve.pipeline.exchange.rank_services import ArrivedFrame, RankServices
 from moe_serve.pipeline.exchange.row_split import RowSplit
@@ -77,6 +79,10 @@ class ExpertLoop:
         self._bytes = FrameBytes(wire)
         self._in = FramePool(self._layout.dispatch_frame)
         self._back = FramePool(self._layout.combine_frame)
+        self._lanes: NativeLanes | None = None
+        if services is not None:
+            self._lanes = NativeLanes(group, self._names, services.kernels, log)
+        self._call: ServiceStep | None = None  # made when it is first used
         self.failure: str | None = None  # of the last step
 
     @torch.inference_mode()
@@ -90,9 +96,10 @@ class ExpertLoop:
         order = exchange_order(self._layers, shape.num_micro_batches)
         exchanges = [Exchange(shape.epoch, shape.step, *each) for each in order]
         self._layout.begin(exchanges, len(self._names))
-        for layer, micro_batch in order[: shape.num_micro_batches]:
+        begin = self._serve_step(shape)
+        for layer, micro_batch in order[begin : begin + shape.num_micro_batches]:
             self._post(shape, layer, micro_batch)
-        for index, exchange in enumerate(exchanges):
+        for index, exchange in enumerate(exchanges[begin:], begin):
             layer, micro_batch = exchange.layer, exchange.micro_batch
             following = index + shape.num_micro_batches
             post = order[following] if following < len(order) else None
@@ -113,6 +120,34 @@ class ExpertLoop:
         self._group.settle()
         self._log.waited(since)
         self._layout.finish()
+
+    def _serve_step(self, shape: StepShape) -> int:
+        """Serves exchanges from the first on as one call with the messages between them, as far as
+        this is possible. Returns their number. Raises PeerLostError."""
+        lanes, services, num_batches = self._lanes, self._services, shape.num_micro_batches
+        is_open = lanes is not None and lanes.is_usable and self._layers and num_batches
+        if lanes is None or services is None or not is_open or shape.some_layers:
+            return 0
+        layers = services.step_layers(self._layers)
+        if layers is None:
+            return 0
+        if self._call is None:
+            self._call = services.kernels.service_step()
+        call, key = self._call, step_key(self._exchange_at(shape, 0))
+        end, error = lanes.run(
+            lambda lent: call(layers, shape.rows, lent, key),
+            lambda: call.place,
+            self._layers,
+            num_batches,
+            lambda done: Leg("dispatch", self._exchange_at(shape, done)),
+        )
+        if error is not None:
+            raise error
+        return end.done
+
+    def _exchange_at(self, shape: StepShape, place: int) -> Exchange:
+        layer = self._layers[place // shape.num_micro_batches]
+        return Exchange(shape.epoch, shape.step, layer, place % shape.num_micro_batches)
 
     def use(self, split: RowSplit) -> None:
         """Uses the new places of experts from the next step on."""

@@ -149,6 +149,10 @@ class FramePool(Generic[FrameT]):
         if transfer is not None:
             transfer.wait()
 
+    def drop(self, peer: str, micro_batch: int) -> None:
+        """Forgets the frame's transfer, which native code has ended."""
+        self._transfers.pop((peer, micro_batch), None)
+
     def wait_all(self) -> None:
         for peer, micro_batch in list(self._transfers):
             self.wait(peer, micro_batch)

@@ -12,9 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe_kernels.interface.rank_kernels import FrameShape
+from moe_kernels.interface.rank_kernels import FrameShape, RankKernels, StepKey
 from moe_serve.model.stage.attention_stage import Routed
 from moe_serve.pipeline.exchange.frame_layout import CompactLayout, FrameLayout, FramePool
+from moe_serve.pipeline.exchange.native_lanes import NativeLanes, step_key
 from moe_serve.pipeline.exchange.row_split import RankRows, RowSplit
 from moe_serve.pipeline.exchange.step_shape import (
     StepShape,
@@ -155,6 +156,33 @@ class GroupTransport:
                 self._begin_receive(name, exchange)
         self._left.pop()
         self._told.clear()
+
+    def native_lanes(self, kernels: RankKernels) -> NativeLanes:
+        """Returns the links to all expert ranks, for calls of several exchanges."""
+        return NativeLanes(self._group, self._experts, kernels, self._log)
+
+    def step_key(self, layer: int) -> StepKey:
+        """Returns the keys of the exchanges that begin with a layer's first one."""
+        return step_key(self._exchange(layer, 0))
+
+    def leg(self, layer: int, micro_batch: int) -> Leg:
+        """Returns the way back of an exchange, for errors."""
+        return Leg("combine", self._exchange(layer, micro_batch))
+
+    def sent(self, num_exchanges: int) -> None:
+        """Notes exchanges whose rows native code has sent, the next ones in order."""
+        assert num_exchanges <= len(self._left), f"{num_exchanges} of {len(self._left)} exchanges"
+        if num_exchanges:
+            del self._left[-num_exchanges:]
+            self._told.clear()
+
+    def expect(self, layer: int, micro_batch: int, counts: Sequence[int]) -> None:
+        """Expects sums of the rows that native code has sent to each rank."""
+        exchange = self._exchange(layer, micro_batch)
+        for name, count in zip(self._experts, counts, strict=True):
+            self._back.drop(name, micro_batch)
+            if count:
+                self._begin_receive(name, exchange)
 
     def await_frames(self, layer: int, micro_batch: int) -> list[CombineFrame | None]:
         """Waits for the sums of each expert rank; None for one that got no rows."""

@@ -11,7 +11,13 @@ from typing import Any
 
 from experts.expert_stage import ExpertStage
 from moe_kernels.interface.kernels import ExpertBank, Kernels
-from moe_kernels.interface.rank_kernels import ExpertService, FrameShape, RankKernels, ServiceParts
+from moe_kernels.interface.rank_kernels import (
+    ExpertService,
+    ExpertsOfLayer,
+    FrameShape,
+    RankKernels,
+    ServiceParts,
+)
 from moe_serve.model.spec import RouterSpec
 from moe_serve.model.stage.feed_forward import Router
 from moe_serve.pipeline.exchange.row_split import RowSplit
@@ -84,6 +90,21 @@ class RankServices:
         if self._stage.adapters is not None or self._service(layer) is None:
             return None
         return self._stage.layer(layer).only_bank
+
+    def step_layers(self, layers: Sequence[int]) -> list[ExpertsOfLayer] | None:
+        """Returns what serves all of these layers in one call; None if some layer is not for a
+        call."""
+        found = []
+        for layer in layers:
+            bank = self.bank(layer)
+            if bank is None:
+                return None
+            found.append(ExpertsOfLayer(layer, self._service(layer), bank))
+        return found
+
+    @property
+    def kernels(self) -> RankKernels:
+        return self._calls
 
     def serve(
         self,

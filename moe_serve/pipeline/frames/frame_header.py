@@ -36,6 +36,7 @@ _HEADER = np.dtype(_FIELDS)
 _PACKED = struct.Struct("<IIQQIII")  # the same, on the host
 _KEY = struct.Struct("<IIQQII")  # the same before the number of rows
 KEY_BYTES = _KEY.size
+LAYER_AT, MICRO_BATCH_AT = 24, 28  # of a key, two numbers of 32 bits
 
 
 class WireError(MoeServeError):

@@ -100,6 +100,12 @@ class DataGroup:
         """See `Link.receive`."""
         return self._links[peer].receive(buffer, tag, operation)
 
+    def shared_links(self, peers: Sequence[str]) -> list[SharedLink] | None:
+        """Returns the links to peers on this host; None if some peer is reached otherwise."""
+        links = [self._links[name] for name in peers]
+        shared = [link for link in links if isinstance(link, SharedLink)]
+        return shared if len(shared) == len(links) else None
+
     def settle(self) -> None:
         """Waits on the host, with NCCL, until all begun transfers have ended; raises PeerLostError.
 

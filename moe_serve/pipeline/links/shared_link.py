@@ -21,24 +21,30 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_kernels.interface.rank_lanes import (
+    INLINE,
+    NEW,
+    NOTICE,
+    SHORT_BYTES,
+    SLOTS,
+    Lane,
+    LaneMessage,
+    LaneStatus,
+    StepEnd,
+)
 from moe_serve.pipeline.links.transfer import PeerLostError, Transfer
 
 Bytes = NDArray[np.uint8]
 
-_NOTICE = struct.Struct("<IIQd")  # tag, slot, size, when it was sent
-_SLOTS = 16  # slot = tag modulo this; see step_shape.py: 8 micro-batches, 2 directions
 _MIN_BYTES = 1 << 16
-# flags of a slot: a new memory descriptor is attached; the frame is in the message
-_NEW, _INLINE = 1 << 8, 1 << 9
-_SHORT_BYTES = 256
-_DESCRIPTORS_BYTES = socket.CMSG_SPACE(_SLOTS * struct.calcsize("i"))
+_DESCRIPTORS_BYTES = socket.CMSG_SPACE(SLOTS * struct.calcsize("i"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +88,15 @@ class SharedLink:
         # By tag: the message, and when it was sent. Frames without rows may come from a step ahead.
         self._arrived: dict[int, deque[tuple[Bytes, float]]] = {}
         self._rest, self._descriptors = b"", list[int]()
+        self._lane: Lane | None = None  # the link for native code
+        self._is_mapped = False  # `_lane` has the memory of all slots
 
     def send(self, buffer: Tensor, tag: int, operation: object) -> Transfer:
         """See `Link.send`. Returns once the frame is copied."""
         content = buffer.numpy()
-        slot, size, now = tag % _SLOTS, len(content), time.monotonic()
-        if size <= _SHORT_BYTES:
-            notice = _NOTICE.pack(tag, slot | _INLINE, size, now)
+        slot, size, now = tag % SLOTS, len(content), time.monotonic()
+        if size <= SHORT_BYTES:
+            notice = NOTICE.pack(tag, slot | INLINE, size, now)
             self._notify(notice + content.tobytes(), [], operation)
             return _Sent()
         memory, new = self._out.get(slot), list[int]()
@@ -97,10 +105,10 @@ class SharedLink:
             descriptor = os.memfd_create("moe-serve-frame")
             os.ftruncate(descriptor, capacity)
             memory = self._out[slot] = _mapped(descriptor, capacity)
-            new = [descriptor]
+            new, self._is_mapped = [descriptor], False
         memory[:size] = content
         try:
-            notice = _NOTICE.pack(tag, slot | (_NEW if new else 0), size, now)
+            notice = NOTICE.pack(tag, slot | (NEW if new else 0), size, now)
             self._notify(notice, new, operation)
         finally:
             for descriptor in new:
@@ -155,6 +163,46 @@ class SharedLink:
             raise PeerLostError(self._peer, operation, why)
         whole[:size] = content
 
+    def lend(self, make_lane: Callable[[int, float], Lane]) -> Lane | None:
+        """Lends the link to native code until `take_back`. None: not now, and nothing was done."""
+        if self._delay_s or self._rest or self._descriptors:
+            return None
+        if self._lane is None:
+            self._lane = make_lane(self._socket.fileno(), self._timeout_s)
+        if not self._is_mapped:
+            for slot, memory in self._out.items():
+                self._lane.map_out(slot, memory.ctypes.data, len(memory))
+            for slot, memory in self._in.items():
+                self._lane.map_in(slot, memory.ctypes.data)
+            self._is_mapped = True
+        if self._arrived:
+            if not self._lane.load([_message(*each) for each in self._waiting()]):
+                return None
+            self._arrived.clear()
+        return self._lane
+
+    def _waiting(self) -> Iterator[tuple[int, Bytes, float]]:
+        for tag, waiting in self._arrived.items():
+            for content, sent in waiting:
+                yield tag, content, sent
+
+    def take_back(self) -> float:
+        """Takes what native code has read and not used; returns how long it waited, in seconds."""
+        assert self._lane is not None, "the link was lent"
+        rest = self._lane.take()
+        self._rest, self._descriptors = rest.unread, [*rest.descriptors]
+        for each in rest.messages:
+            self._note(each.tag, each.slot, each.size, each.sent, each.content)
+        return rest.waited_s
+
+    def lost(self, end: StepEnd, operation: object) -> PeerLostError:
+        """Returns why native code lost the peer."""
+        if end.status is LaneStatus.CLOSED:
+            return PeerLostError(self._peer, operation, "the peer closed the connection")
+        if end.status is LaneStatus.SILENT:
+            return PeerLostError(self._peer, operation, f"silent for {self._timeout_s:g} s")
+        return PeerLostError(self._peer, operation, os.strerror(end.error))
+
     def has_message(self, timeout_s: float) -> bool:
         """Waits for a message or for the peer's end; returns False after the time-out."""
         return bool(self._arrived) or bool(self._poll.poll(timeout_s * 1000))
@@ -177,7 +225,7 @@ class SharedLink:
         if remaining_ms <= 0 or not self._poll.poll(remaining_ms):
             raise PeerLostError(self._peer, operation, f"silent for {self._timeout_s:g} s")
         try:
-            data, attached, _, _ = self._socket.recvmsg(64 * _NOTICE.size, _DESCRIPTORS_BYTES)
+            data, attached, _, _ = self._socket.recvmsg(64 * NOTICE.size, _DESCRIPTORS_BYTES)
         except BlockingIOError:
             return
         except OSError as error:
@@ -189,28 +237,36 @@ class SharedLink:
             raise PeerLostError(self._peer, operation, "the peer closed the connection")
         self._rest += data
         start = 0
-        while len(self._rest) - start >= _NOTICE.size:
-            tag, slot, size, sent = _NOTICE.unpack_from(self._rest, start)
-            end = start + _NOTICE.size + (size if slot & _INLINE else 0)
+        while len(self._rest) - start >= NOTICE.size:
+            tag, slot, size, sent = NOTICE.unpack_from(self._rest, start)
+            end = start + NOTICE.size + (size if slot & INLINE else 0)
             if end > len(self._rest):
                 break
-            self._note(tag, slot, size, sent, self._rest[start + _NOTICE.size : end])
+            self._note(tag, slot, size, sent, self._rest[start + NOTICE.size : end])
             start = end
         self._rest = self._rest[start:]
 
     def _note(self, tag: int, slot: int, size: int, sent: float, inline: bytes) -> None:
-        if slot & _INLINE:
+        if slot & INLINE:
             content = np.frombuffer(inline, np.uint8)
         else:
-            if slot & _NEW:
+            if slot & NEW:
                 descriptor = self._descriptors.pop(0)
                 memory = _mapped(descriptor, os.fstat(descriptor).st_size)
-                self._in[slot % _SLOTS] = memory
+                self._in[slot % SLOTS], self._is_mapped = memory, False
                 os.close(descriptor)
-            content = self._in[slot % _SLOTS][:size]
+            content = self._in[slot % SLOTS][:size]
         self._arrived.setdefault(tag, deque()).append((content, sent))
 
 
 def _mapped(descriptor: int, capacity: int) -> Bytes:
     """Maps shared memory; it is unmapped when the array is freed."""
     return np.frombuffer(mmap.mmap(descriptor, capacity), np.uint8)
+
+
+def _message(tag: int, content: Bytes, sent: float) -> LaneMessage:
+    is_short = len(content) <= SHORT_BYTES
+    flags = INLINE if is_short else 0
+    return LaneMessage(
+        tag, tag % SLOTS | flags, len(content), sent, content.tobytes() if is_short else b""
+    )

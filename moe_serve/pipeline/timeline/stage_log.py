@@ -24,7 +24,7 @@ class Operation(msgspec.Struct, frozen=True, gc=False):
     """The current operation. A msgspec struct, as one is made for every stage.
 
     `peer`: the rank it waits for; `since`: a reading of time.perf_counter(). `at_layer`: returns
-    the layer now, if one operation passes several.
+    the layer now, if one operation passes several; `at_peer`: likewise.
     """
 
     step: int
@@ -34,6 +34,7 @@ class Operation(msgspec.Struct, frozen=True, gc=False):
     peer: str
     since: float
     at_layer: Callable[[], int] | None = None
+    at_peer: Callable[[], str] | None = None
 
     @property
     def seconds(self) -> float:
@@ -44,7 +45,8 @@ class Operation(msgspec.Struct, frozen=True, gc=False):
         layer = self.layer if self.at_layer is None else self.at_layer()
         where = "" if layer == NO_LAYER else f", layer {layer}"
         batch = "" if self.micro_batch == NO_MICRO_BATCH else f", micro-batch {self.micro_batch}"
-        peer = f", waits for {self.peer}" if self.peer else ""
+        name = self.peer if self.at_peer is None else self.at_peer()
+        peer = f", waits for {name}" if name else ""
         return f"step {self.step}: {self.stage.label}{where}{batch}{peer}"
 
 
@@ -81,12 +83,15 @@ class StageLog:
         micro_batch: int = NO_MICRO_BATCH,
         peer: str = "",
         at_layer: Callable[[], int] | None = None,
+        at_peer: Callable[[], str] | None = None,
     ) -> None:
         """Notes that a stage, or a wait for a peer, starts;
         reports show it while it has not ended.
         """
         now = time.perf_counter()
-        self.operation = Operation(self._step, stage, layer, micro_batch, peer, now, at_layer)
+        self.operation = Operation(
+            self._step, stage, layer, micro_batch, peer, now, at_layer, at_peer
+        )
 
     @property
     def is_on(self) -> bool:
@@ -113,6 +118,10 @@ class StageLog:
     def waited(self, since: float) -> None:
         """Adds the time since a reading of time.perf_counter() as waiting for other ranks."""
         self.waited_s += time.perf_counter() - since
+
+    def waited_for(self, seconds: float) -> None:
+        """Adds time that was spent waiting for other ranks."""
+        self.waited_s += seconds
 
     def passed_layers(self, since: float, aside_s: float) -> None:
         """Notes that all layers ran since a reading of time.perf_counter(), except for `aside_s`

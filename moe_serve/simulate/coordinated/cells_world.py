@@ -4,7 +4,7 @@ The loop decides nothing that a server decides. `Moves` routes requests to cells
 over, `Autoscaler` says how many cells there should be, and the engines schedule. The loop tells
 them what happened when, in the order in which the server's own loop does:
 
-    arrival:          Moves.add
+    arrival:          Admission.check, if there are service tiers; Moves.add
     end of a step:    engine.end, Moves.after_step
     parcels arrive:   Moves.turn
     then each cell without a step, if it has work:    Moves.before_step, engine.begin
@@ -21,12 +21,13 @@ from typing import Protocol
 from moe_serve.cluster.cells.moves import CellMoves
 from moe_serve.engine.request.request import TokenDelta
 from moe_serve.engine.request.sequence import Sequence as EngineSequence
+from moe_serve.engine.service.admission import Admission
 from moe_serve.simulate.coordinated.coordinated_cell import CoordinatedCell
 from moe_serve.simulate.coordinated.instant_carrier import InstantCarrier
 from moe_serve.simulate.simulated_timeline import SimulatedTimeline
 from moe_serve.simulate.steps_ahead import RequestTimes, SimulatedRequest, StepsDone, request_of
 from moe_serve.simulate.virtual_clock import VirtualClock
-from moe_serve.simulate.world import without_collections
+from moe_serve.simulate.world import is_refused, without_collections
 
 
 class Watcher(Protocol):
@@ -42,6 +43,8 @@ class Watcher(Protocol):
         ...
 
     def request_came(self) -> None: ...
+
+    def request_refused(self, times: RequestTimes) -> None: ...
 
     def first_token_came(self, times: RequestTimes) -> None: ...
 
@@ -80,15 +83,17 @@ class CellsWorld:
         clock: VirtualClock,
         ids: itertools.count[int],
         *,
+        admission: Admission | None = None,
         watcher: Watcher | None = None,
         timeline: SimulatedTimeline | None = None,
     ) -> None:
-        """`ids`: of sequences, those of the cells. `watcher`: may start and drain cells."""
+        """`ids`: of sequences, those of the cells. `admission`: of the service tiers of all cells.
+        `watcher`: may start and drain cells."""
         self.peak_in_flight = 0
         self.moved: list[CellChange] = []
         self._cells, self._moves, self._carrier = cells, moves, carrier
         self._clock, self._ids = clock, ids
-        self._watcher, self._timeline = watcher, timeline
+        self._admission, self._watcher, self._timeline = admission, watcher, timeline
         self._arrivals: list[tuple[float, int, SimulatedRequest]] = []
         self._order = itertools.count()
         self._live: dict[str, _Live] = {}
@@ -209,6 +214,9 @@ class CellsWorld:
             service=job.service,
             session=job.session,
         )
+        if is_refused(self._admission, job, times):
+            self._refuse(times)
+            return
         self._live[str(job.index)] = _Live(times)
         self.peak_in_flight = max(self.peak_in_flight, len(self._live))
         if self._watcher is not None:
@@ -216,6 +224,12 @@ class CellsWorld:
         self._moves.add(EngineSequence(next(self._ids), request_of(job, prompt, now)))
         if not self._is_closed:
             self._send_next(now)
+
+    def _refuse(self, times: RequestTimes) -> None:
+        self._done.append(times)
+        if self._watcher is not None:
+            self._watcher.request_refused(times)
+        self._send_next(self._clock.now)
 
     def _send_next(self, now_s: float) -> None:
         job = next(self._jobs, None)

@@ -10,6 +10,7 @@ from moe_serve.cluster.parcels.parcel import RankPlace
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
 from moe_serve.config.cells import CellShape
 from moe_serve.engine.engine import Engine
+from moe_serve.engine.service.service_policy import ServicePolicy
 from moe_serve.simulate.instant_ranks import InstantCoordinator, StepPlace
 from moe_serve.simulate.layout import Layout
 from moe_serve.simulate.simulated_cell import CellLimits, make_cluster
@@ -42,8 +43,19 @@ class CoordinatedCell:
     num_devices: int
     num_seats: int
     is_out: bool = False
-    is_draining: bool = False
     is_live: bool = True
+    _is_draining: bool = False
+
+    @property
+    def is_draining(self) -> bool:
+        """True if it gets no new requests, and its running ones move away."""
+        return self._is_draining
+
+    @is_draining.setter
+    def is_draining(self, value: bool) -> None:
+        self._is_draining, service = value, self.engine.service
+        if service is not None:  # forecasts count only on cells that take requests
+            service.admission.set_open(service.number, is_open=not value)
 
     @property
     def rank_engines(self) -> Mapping[str, Engine]:
@@ -70,9 +82,14 @@ def layout_of(shape: CellShape) -> Layout:
 
 
 def make_coordinated(
-    plans: Sequence[CellPlan], clock: VirtualClock, ids: itertools.count[int], ends: StepEnds
+    plans: Sequence[CellPlan],
+    clock: VirtualClock,
+    ids: itertools.count[int],
+    ends: StepEnds,
+    policy: ServicePolicy | None = None,
 ) -> list[CoordinatedCell]:
-    """Builds cells that share a clock, and numbers of sequences. `ends`: of their steps."""
+    """Builds cells that share a clock, and numbers of sequences. `ends`: of their steps; `policy`:
+    of their service tiers."""
     cells = []
     for index, plan in enumerate(plans):
         layout = plan.layout
@@ -85,6 +102,7 @@ def make_coordinated(
             ids,
             whole=plan.model.whole,
             place=StepPlace(ends, index),
+            policy=policy,
         )
         cells.append(
             CoordinatedCell(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_serve.cluster.autoscale.autoscaler import Autoscaler
 from moe_serve.cluster.cells.moves import CellMoves
 from moe_serve.config.cells import CellsConfig
-from moe_serve.config.sections import ClusterConfig
+from moe_serve.config.sections import ClusterConfig, SchedulerConfig
+from moe_serve.engine.service.service_policy import ServicePolicy
 from moe_serve.planning.calibration_file import Calibration
 from moe_serve.simulate.coordinated.cells_world import CellsWorld
 from moe_serve.simulate.coordinated.coordinated_cell import (
@@ -67,6 +68,12 @@ class CellsSetup:
     def num_devices(self) -> int:
         return sum(plan.layout.num_cell_devices for plan in self.plans)
 
+    def with_scheduler(self, scheduler: SchedulerConfig) -> CellsSetup:
+        """Returns these cells with another scheduler."""
+        limits = [replace(plan.limits, scheduler=scheduler) for plan in self.plans]
+        plans = [replace(p, limits=own) for p, own in zip(self.plans, limits, strict=True)]
+        return replace(self, plans=tuple(plans))
+
 
 @dataclass(frozen=True, slots=True)
 class BuiltCells:
@@ -90,18 +97,30 @@ def build_cells(
     """Builds the cells and what moves requests between them. `autoscaler`: starts and ends cells,
     at the given times."""
     clock, ids = VirtualClock(), itertools.count()
-    cells = make_coordinated(setup.plans, clock, ids, step_ends(setup))
+    policy = ServicePolicy.of(setup.plans[0].limits.scheduler, clock)
+    cells = make_coordinated(setup.plans, clock, ids, step_ends(setup), policy)
 
     def step_end(cell: int) -> float:
         return cells[cell].ranks.last_end or clock.now
 
     carrier = InstantCarrier(page_links(setup), clock, step_end)
     chunk = max(plan.limits.scheduler.max_batched_tokens for plan in setup.plans)
-    moves = CellMoves(cells, carrier, setup.config, clock, timeout_s=_TIMEOUT_S, chunk_tokens=chunk)
+    moves = CellMoves(
+        cells,
+        carrier,
+        setup.config,
+        clock,
+        timeout_s=_TIMEOUT_S,
+        chunk_tokens=chunk,
+        policy=policy,
+    )
     scaled = None
     if autoscaler is not None:
         scaled = ScaledCells(cells, autoscaler, clock, times or ScaleTimes())
-    world = CellsWorld(cells, moves, carrier, clock, ids, watcher=scaled, timeline=timeline)
+    admission = None if policy is None else policy.admission
+    world = CellsWorld(
+        cells, moves, carrier, clock, ids, admission=admission, watcher=scaled, timeline=timeline
+    )
     return BuiltCells(world, cells, moves, carrier, clock, scaled)
 
 

@@ -86,8 +86,13 @@ class ScaledCells:
             self._decide(now)
 
     def request_came(self) -> None:
-        """See `Watcher`; so are the next three."""
+        """See `Watcher`; so are the next four."""
         self._counts.num_arrived += 1
+
+    def request_refused(self, times: RequestTimes) -> None:
+        """Counts a refused request as load: more cells would have taken it."""
+        self._counts.num_arrived += 1
+        self._counts.prompt_tokens += times.num_prompt
 
     def first_token_came(self, times: RequestTimes) -> None:
         self._counts.prompt_tokens += times.num_prompt - times.num_cached

@@ -52,6 +52,7 @@ class DeviceType:
     network_gb_s: float  # of one device, to other nodes
     fp8_tflops: float | None = None
     link_latency_us: float = 10.0
+    has_graphs: bool = True  # decode steps are CUDA graphs, of numbers of rows that were captured
     efficiency: Efficiency = Efficiency()
     held_out: HeldOutError | None = None
 

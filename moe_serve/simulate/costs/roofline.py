@@ -10,8 +10,11 @@ H devices that hold experts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
+from moe_kernels.graphs.graph_sizes import captured_rows
 from moe_serve.pipeline.costs.step_costs import BatchLoad, Ranks, StepTiming
 from moe_serve.pipeline.costs.step_seconds import LayerTimes, step_seconds
 from moe_serve.simulate.costs.device import DeviceType
@@ -21,6 +24,7 @@ from moe_serve.simulate.layout import Layout
 
 _ATTENTION_OPS = 8  # launches: norms, projections, rotation, attention, output, router, shared
 _EXPERT_OPS = 4  # grouping, two grouped products, sum
+_SUMS_SHARE = 0.8  # of a node's links in sums over shards: NCCL on A100 reaches 230-250 of 300 GB/s
 
 
 class RooflineCosts:
@@ -52,7 +56,8 @@ class RooflineCosts:
         self._launch_s = own.launch_us * 1e-6
         is_in_node = layout.num_cell_devices <= device.node_devices
         self._link = device.link_bytes_per_s(is_in_node)
-        self._shard_link = device.link_bytes_per_s(layout.num_shards <= device.node_devices)
+        self._network = device.link_bytes_per_s(False)
+        self._sums_link = device.node_link_gb_s * 1e9 * max(own.link, _SUMS_SHARE)
         self._latency_s = device.link_latency_us * 1e-6
 
     @property
@@ -73,7 +78,12 @@ class RooflineCosts:
         """See `StepCosts.layer_times`. Devices that have both stages spend both on the attention
         side, and only their messages overlap."""
         totals = [sum(load.num_rows for load in loads) for loads in micro_batches]
-        experts = tuple(self._expert_seconds(rows) for rows in totals)
+        if len(micro_batches) == 1:
+            micro_batches = [[self._as_captured(load) for load in micro_batches[0]]]
+        experts = tuple(
+            self._expert_seconds(sum(load.num_rows for load in loads), total)
+            for loads, total in zip(micro_batches, totals, strict=True)
+        )
         transfers = tuple(self._transfer_seconds(loads) for loads in micro_batches)
         nothing = (0.0,) * len(totals)
         different = [set(loads) if len(loads) > 2 else loads for loads in micro_batches]
@@ -111,6 +121,15 @@ class RooflineCosts:
         )
         return head_s + self._launch_s + self._device.efficiency.host_ms * 1e-3
 
+    def _as_captured(self, load: BatchLoad) -> BatchLoad:
+        """Returns a decode step as its CUDA graph computes it. The rows that are added are copies
+        of one row, so they read no more keys and activate no more experts."""
+        rows = load.num_rows
+        is_captured = self._device.has_graphs and not self._layout.is_split
+        if not is_captured or rows != load.num_sequences or rows == (more := captured_rows(rows)):
+            return load
+        return replace(load, num_rows=more, num_pairs=load.num_pairs * more // rows)
+
     def _attention_seconds(self, layer: LayerShape, load: BatchLoad) -> float:
         if not load.num_rows:
             return 0.0
@@ -141,15 +160,15 @@ class RooflineCosts:
         )
         return min(seconds, expanded_s)
 
-    def _expert_seconds(self, num_rows: int) -> float:
-        """Predicts the expert stage of the busiest device."""
+    def _expert_seconds(self, num_rows: int, num_different: int) -> float:
+        """Predicts the expert stage of the busiest device. `num_different`: rows without copies."""
         if not num_rows:
             return 0.0
         model, holders = self._model, self._layout.num_holders
         share = self._imbalance / holders
         choices = num_rows * model.top_k * share
         activated = min(
-            self._routing.num_activated(num_rows) * share, -(-model.num_experts // holders)
+            self._routing.num_activated(num_different) * share, -(-model.num_experts // holders)
         )
         row_bytes = 4 * choices * model.width * KV_BYTES
         seconds = self._roof(
@@ -192,15 +211,29 @@ class RooflineCosts:
         return 2 * self._latency_s + max(network_s, max(leaving, entering) * row_bytes / inside)
 
     def _reduce_seconds(self, num_rows: int) -> float:
-        """Predicts the sums of a layer over the shards of a rank, as rings: two if the experts are
-        spread over the same shards, else one."""
+        """Predicts the sums of a layer over the shards of a rank: two if the experts are spread
+        over the same shards, else one.
+
+        A node sums within itself, as a ring. Several nodes then sum their devices' parts as trees,
+        up and down, over all their adapters, before a node collects the result.
+        """
         layout = self._layout
         shards = layout.num_shards
         if shards == 1:
             return 0.0
+        inside = min(shards, self._device.node_devices)
+        num_nodes = -(-shards // inside)
+        num_bytes = num_rows * self._model.width * KV_BYTES
+        within_s = self._latency_s + _ring_share(inside) * num_bytes / self._sums_link
+        between_s = 2 * math.log2(num_nodes) * self._latency_s
+        between_s += _ring_share(num_nodes) * num_bytes / inside / self._network
         num_sums = 2 if layout.num_attention == 1 and not layout.is_split else 1
-        num_bytes = 2 * (shards - 1) / shards * num_rows * self._model.width * KV_BYTES
-        return num_sums * (self._latency_s + num_bytes / self._shard_link)
+        return num_sums * (within_s + between_s)
 
     def _roof(self, arithmetic_s: float, num_bytes: float) -> float:
         return max(arithmetic_s, num_bytes / self._device.memory_bytes_per_s)
+
+
+def _ring_share(count: int) -> float:
+    """Returns how often each of `count` ranks sends the bytes that a ring sums."""
+    return 2 * (count - 1) / count

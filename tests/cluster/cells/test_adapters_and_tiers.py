@@ -188,7 +188,9 @@ def test_adapters_in_cells(
 
     gone = write_esft(tmp_path / "gone", base, {0: [5], 1: [1]}, seed=5)
     registry.load("gone", gone)
-    alone = [replace(each, adapter=registry.acquire("gone")) for each in mixed(registry)[:: len(NAMES)]]
+    alone = [
+        replace(each, adapter=registry.acquire("gone")) for each in mixed(registry)[:: len(NAMES)]
+    ]
     before = serve(engine, alone)
     shutil.rmtree(gone)
     engine.cells[1].engine._coordinator.membership._starter.kill(RankName("expert", 0))

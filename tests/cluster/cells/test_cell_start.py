@@ -16,7 +16,9 @@ from moe_serve.cluster.cells.cells_engine import CellsEngine
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.control.secret import read_secret
 from moe_serve.cluster.members.hand_starter import HandStarter
+from moe_serve.cluster.started_cells import build_cells
 from moe_serve.cluster.started_ranks import MakeStarter
+from moe_serve.engine.watch.cells_control import CellPlace
 from moe_serve.errors import CellsError, ClusterError, ConfigError
 from tests.support.cluster.cells_drive import (
     cells_config,
@@ -92,6 +94,30 @@ def test_a_cell_is_added_after_starts_that_fail_and_takes_over() -> None:
     assert not cell_threads()
 
 
+def test_a_cell_comes_with_requests_and_goes_without_and_answers_stay_the_same() -> None:
+    """Autoscaling on real ranks: one request takes more than 1% of the seats."""
+    scaled = {"autoscale": "target", "max_cells": 2, "target_load": 0.01, "max_changes": 100}
+    of = cells_config("1x(1A1E)", scale_every_s=0.1, calm_s=0.3, **scaled)
+    expected = in_one_process(OF, WANTED)
+    built = build_cells(of, starter_of=lambda cell: ThreadStarter)
+    engine, end = built.engine, time.monotonic() + 100
+    assert isinstance(engine, CellsEngine) and built.scale_with is not None
+    try:
+        built.scale_with(engine.stats, engine)
+        while states(engine).get("cell-1") != "serving":
+            assert time.monotonic() < end, f"{engine.stats().scaling}"
+            assert serve(engine, WANTED) == expected
+        step_until(engine, lambda: states(engine) == {"cell-0": "serving"})
+        assert serve(engine, WANTED) == expected
+        scaling = engine.stats().scaling
+        assert scaling is not None and scaling.num_decisions["add"] >= 1
+        wait_until_whole(engine)
+        check_nothing_is_held(engine)
+    finally:
+        engine.close()
+    assert "autoscale" not in {each.name for each in threading.enumerate()}
+
+
 def test_pages_in_memory_outlive_their_cell() -> None:
     """The pages of a cell are in the memory tier when it has left, and nothing is reserved."""
     of = replace(OF, cache=replace(OF.cache, memory_tier_bytes=64 * 2**20))
@@ -120,7 +146,7 @@ def test_ranks_that_are_started_by_hand_join(monkeypatch: pytest.MonkeyPatch) ->
         return next((c.commands for c in engine.stats().cells if c.name == "cell-1"), ())
 
     with serving_cells(OF) as engine:
-        engine.add_cell("1A1E", by_hand=True)
+        engine.add_cell("1A1E", place=CellPlace(by_hand=True))
         step_until(engine, lambda: len(commands()) == 2)
         found = re.search(r"--coordinator 127.0.0.1:(\d+) --role attention", commands()[0])
         assert found is not None, commands()
@@ -140,8 +166,15 @@ def test_what_a_running_server_cannot_have_is_refused_before_anything_starts() -
     with serving_cells(OF) as engine:
         with pytest.raises(ConfigError, match="use at most 8192"):
             engine.add_cell("1A9000E")
+        for shape, why in (("1A1E tp3", "divide the model's"), ("1A99E", "are more than the")):
+            with pytest.raises(ConfigError, match=f"cannot be served: .*{why}"):
+                engine.add_cell(shape)
         with pytest.raises(CellsError, match="set MOE_SERVE_CLUSTER_SECRET before"):
-            engine.add_cell("1A1E", by_hand=True)
+            engine.add_cell("1A1E", place=CellPlace(by_hand=True))
+        with pytest.raises(
+            CellsError, match="node is 'b', but all ranks of this server run on one"
+        ):
+            engine.add_cell("1A1E", place=CellPlace(node="b"))
         assert states(engine) == {"cell-0": "serving"}
 
 

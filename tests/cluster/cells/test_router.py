@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from moe_serve.adapters.adapter import Adapter, AdapterVersion
 from moe_serve.cluster.cells.places import places_of
 from moe_serve.cluster.cells.rates import LinkRates, StepRates, TokenSteps
@@ -41,6 +43,21 @@ def test_equal_cells_are_taken_in_their_order() -> None:
     assert route(world, prompt(40)) == (0, 0)
     world.add("a", prompt(40))
     assert route(world, prompt(40, 2)) == (1, 1)
+
+
+@pytest.mark.parametrize("layout", ["1x(3A1E)", "1x(1A1E prefill) 1x(3A1E decode)"])
+def test_the_ranks_of_a_cell_share_its_sequences(layout: str) -> None:
+    """They step together and score alike, so the rank that holds less is taken: for prompts that
+    are read where they are answered, and for those that are handed over."""
+    world = CellsWorld(layout=layout, config=ALWAYS, limits=Limits(num_pages=60, num_seats=8))
+    most = [0, 0, 0]
+    for turn in range(200):
+        if turn % 5 == 0 and turn < 30:  # when the prompt before has been read
+            world.add(f"r{turn}", prompt(40, turn), max_tokens=80)
+        world.turn()
+        running = [engine.num_running for engine in world.cells[-1].rank_engines.values()]
+        most = [max(pair) for pair in zip(most, running, strict=True)]
+    assert most == [2, 2, 2] and not world.has_work
 
 
 def test_a_cached_prefix_counts_exactly() -> None:

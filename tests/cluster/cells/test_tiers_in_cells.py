@@ -120,6 +120,22 @@ def test_the_router_takes_the_cell_with_the_earliest_forecast() -> None:
     world.run()
 
 
+def test_forecasts_leave_out_a_rank_that_drains_by_itself() -> None:
+    world = world_of("1x(2A1E)")
+    (cell,) = world.cells
+    assert world.policy is not None
+    for rank in (*cell.rank_engines, "attention-1"):
+        world.moves.drain_rank(cell, rank, is_draining=rank == "attention-1")
+    world.add("a", prompt(40, 1), max_tokens=3, service=Service.of_tier(URGENT))
+    world.run()
+    closed = world.policy.admission._closed_engines
+    assert len(closed) == 1
+    world.moves.drain_rank(cell, "attention-1", is_draining=False)
+    world.add("b", prompt(40, 2), max_tokens=3, service=Service.of_tier(URGENT))
+    world.run()
+    assert not closed
+
+
 def test_more_urgent_requests_have_the_first_claim_to_seats() -> None:
     """A request with a first token does not take a seat for which a more urgent one waits."""
     layout, limits = "1x(1A1E prefill) 1x(1A1E decode)", Limits(num_seats=1, num_pages=60)

@@ -28,7 +28,7 @@ class FakeNodes:
         self.added: list[str] = []
         self.removed: list[str] = []
 
-    def add(self, ranks: list[RankName]) -> None:
+    def add(self, ranks: list[RankName], node: str | None = None) -> None:
         self.added += map(str, ranks)
 
     def remove(self, ranks: list[RankName]) -> None:
@@ -52,7 +52,7 @@ def test_each_cell_has_its_own_ranks_on_shared_nodes() -> None:
     fake: Any = FakeNodes()
     nodes, secret = CellNodes(lambda secret: fake, SHAPES), new_secret()
     first, second = (
-        nodes.starter_of(cell, SHAPES[cell], "h", 100 + cell, secret) for cell in (0, 1)
+        nodes.starter_of(cell, SHAPES[cell], HostPort("h", 100 + cell), secret) for cell in (0, 1)
     )
     first.start(RankName("expert", 1))
     for index in (0, 1):
@@ -70,7 +70,7 @@ def test_each_cell_has_its_own_ranks_on_shared_nodes() -> None:
     second.stop()
     assert sorted(fake.killed) == ["attention-1", "attention-2", "expert-2"]
     assert fake.num_stops == 0, "the other cell goes on"
-    third = nodes.starter_of(2, SHAPES[0], "h", 102, secret)
+    third = nodes.starter_of(2, SHAPES[0], HostPort("h", 102), secret)
     assert fake.added == ["attention-3", "expert-3", "expert-4"], "names are never used again"
     assert fake.removed == ["attention-1", "attention-2", "expert-2"], "but their places"
     third.start(RankName("expert", 1))

@@ -171,10 +171,10 @@ def test_lookups_in_vain_take_a_small_share_of_the_time() -> None:
         num_lookups += made
         allowance.pay_lookups(made, 30e-6 * made)
         allowance.settle(1, 0.001, 0.0, 0.0)
-    share = num_lookups * 30e-6 / (num_steps * 0.001)
-    assert 0.007 < share < 0.009
+    share = num_lookups * 3 * 30e-6 / (num_steps * 0.001)  # a lookup slows its step by more
+    assert 0.011 < share < 0.013
     allowance.earn(1.0)  # a long prompt was read: its own text may be entered
-    assert (allowance.num_lookups or 0) > 100
+    assert (allowance.num_lookups or 0) > 60
 
 
 def test_more_rows_cost_more_although_they_share_an_average() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +18,7 @@ from moe_serve.config.sections import SchedulerConfig
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.sampling.sampler import Sampler
+from moe_serve.engine.schedule import store_loads
 from moe_serve.engine.schedule.page_tiers import PageAccess, PageTiers
 from tests.support.engine.fake_engine import request, run, tokens
 from tests.support.engine.fake_runner import PAGE_SIZE, FakeRunner, continuation
@@ -24,6 +27,14 @@ from tests.support.engine.timed_store import SetClock, TimedRunner, TimedStore
 
 PROMPT = [1 + index % 40 for index in range(100)]
 NUM_FULL = 99 // PAGE_SIZE
+
+
+@pytest.fixture(scope="module", autouse=True)
+def every_page_at_once() -> Iterator[None]:
+    """Pages of loads that run are taken one by one, as the prompts here have few."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_loads, "_LEAST_ENTERED", 1)
+        yield
 
 
 class ManualClock:
@@ -99,6 +110,38 @@ def test_a_new_engine_starts_with_the_stored_pages(delay: int) -> None:
     assert answer[0].num_cached_tokens == NUM_FULL * PAGE_SIZE
     stats = engine.stats().tier
     assert stats is not None and stats.hit_tokens == NUM_FULL * PAGE_SIZE
+
+
+def test_pages_are_taken_while_the_rest_is_read() -> None:
+    store, runner = filled(), FakeRunner()
+    store.delay = NUM_FULL  # a page with each step
+    engine = engine_with(store, runner)
+    engine.add(request("a", PROMPT))
+    counts = []
+    while not runner.num_computed_tokens:
+        engine.step()
+        engine.check_integrity()
+        stats = engine.stats().tier
+        assert stats is not None
+        counts.append(stats.hit_tokens // PAGE_SIZE)
+    assert counts == [0, *range(NUM_FULL + 1)], "a page with each step"
+    assert tokens(run(engine)["a"]) == continuation(PROMPT, 10)[1:]
+
+
+def test_pages_that_become_known_at_once_are_copied_in_several_steps() -> None:
+    store = FakeStore()
+    engine = engine_with(store, FakeRunner(), num_pages=400)
+    engine.add(request("long", [41], max_tokens=140))
+    for number in range(4):
+        engine.add(request(f"{number}", [40 - number, *PROMPT], max_tokens=2))
+    counts = [0]
+    while engine.has_work:
+        engine.step()
+        counts.append(len(store.pages))
+    in_step = [after - before for before, after in itertools.pairwise(counts)]
+    assert max(in_step[:-1]) == 4, "those of the prompts are copied in several steps"
+    assert in_step[-1] == 140 // PAGE_SIZE, "an empty step delays nothing"
+    assert len(store.pages) == 4 * (102 // PAGE_SIZE) + 140 // PAGE_SIZE
 
 
 def test_others_start_while_one_waits() -> None:

@@ -263,6 +263,18 @@ def test_a_closed_cell_promises_nothing() -> None:
     assert made.raw_s(STRICT, 100) == pytest.approx(5.1)
 
 
+def test_an_engine_that_drains_promises_nothing() -> None:
+    """Two attention ranks of one cell, of which one drains, and is lost then."""
+    made = admission()
+    made.publish(0, replace(IDLE, cell=1, **reading(5000)))
+    made.publish(1, replace(IDLE, cell=1, **reading(200)))
+    made.set_engine_open(1, is_open=False)
+    assert made.raw_s(STRICT, 100) == pytest.approx(5.1)
+    made.withdraw(1)
+    made.publish(1, replace(IDLE, cell=1, **reading(200)))
+    assert made.raw_s(STRICT, 100) == pytest.approx(0.3)
+
+
 def test_an_accepted_request_counts_in_the_cell_that_it_has_entered() -> None:
     """Cell 1 ends many steps while cell 2, which has the request, ends none."""
     made = admission()

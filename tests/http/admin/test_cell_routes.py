@@ -12,6 +12,7 @@ from moe_serve.config.cells import parse_cell
 from moe_serve.config.sections import ServerConfig
 from moe_serve.engine.request.client import EngineClient
 from moe_serve.engine.request.stats import CellState, CellStatus, EngineLoad, EngineStats
+from moe_serve.engine.watch.cells_control import ANYWHERE, CellPlace, NodeStatus
 from moe_serve.errors import CellsError, UnknownCellError
 from moe_serve.http.app import create_app
 from moe_serve.http.generation.served_model import ServedModel
@@ -24,12 +25,14 @@ class FakeCells:
 
     def __init__(self) -> None:
         self.states: dict[int, CellState] = {0: "serving", 1: "serving"}
-        self.added: list[tuple[str, int | None, bool]] = []
+        self.added: list[tuple[str, int | None, CellPlace]] = []
         self.ranks: dict[str, bool] = {}
 
-    def add_cell(self, shape: str, *, number: int | None = None, by_hand: bool = False) -> int:
+    def add_cell(
+        self, shape: str, *, number: int | None = None, place: CellPlace = ANYWHERE
+    ) -> int:
         parse_cell(shape)
-        self.added.append((shape, number, by_hand))
+        self.added.append((shape, number, place))
         self.states[2] = "starting"
         return 2
 
@@ -48,6 +51,9 @@ class FakeCells:
 
     def drain_rank(self, name: str, *, is_draining: bool) -> None:
         self.ranks[name] = is_draining
+
+    def nodes(self) -> tuple[NodeStatus, ...]:
+        return (NodeStatus(name="gpu-b", num_ranks=1, num_places=4, is_there=True),)
 
     def stats(self) -> EngineStats:
         cells = [
@@ -100,10 +106,13 @@ def test_an_operator_lists_drains_and_undrains_cells(client: TestClient) -> None
 
 
 def test_an_operator_adds_and_removes_cells(client: TestClient, cells: FakeCells) -> None:
-    body = {"shape": "1A1E decode", "number": 2, "by_hand": True}
+    body = {"shape": "1A1E decode", "number": 2, "by_hand": True, "node": "gpu-b"}
     assert client.post("/admin/cells", json=body).status_code == 401
     answer = client.post("/admin/cells", json=body, headers=ADMIN)
-    assert answer.status_code == 202 and cells.added == [("1A1E decode", 2, True)]
+    place = CellPlace(by_hand=True, node="gpu-b")
+    assert answer.status_code == 202 and cells.added == [("1A1E decode", 2, place)]
+    nodes = [{"name": "gpu-b", "num_ranks": 1, "num_places": 4, "is_there": True}]
+    assert answer.json()["nodes"] == nodes and answer.json()["autoscale"] is None
     assert answer.json()["cell"]["state"] == "starting"
     assert answer.json()["cell"]["commands"] == ["start it"] and len(answer.json()["cells"]) == 3
     answer = client.delete("/admin/cells/1", headers=ADMIN)
@@ -123,6 +132,7 @@ def test_an_operator_adds_and_removes_cells(client: TestClient, cells: FakeCells
         ({"shape": "1A1E", "number": -1}, "number"),
         ({"shape": "1A1E", "number": True}, "number"),
         ({"shape": "1A1E", "by_hand": "yes"}, "by_hand"),
+        ({"shape": "1A1E", "node": 1}, "node"),
         ({"shape": "1A1E", "role": "decode"}, "role"),
     ],
 )

@@ -43,7 +43,7 @@ from moe_serve.http.dashboard.facts import DashboardFacts, PredictorFacts
 KEYS = {
     *("server", "now", "requests", "tokens", "latency", "kv", "experts", "expert_memory"),
     *("ranks", "placement", "predictor", "speculation", "service", "step", "history", "events"),
-    *("cells", "cell_placements", "adapters"),
+    *("cells", "autoscale", "cell_placements", "adapters"),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,9 +14,11 @@ from moe_serve.cluster.autoscale.autoscaler import Autoscaler, ScaleLimits
 from moe_serve.cluster.autoscale.scale_view import ScaleView
 from moe_serve.config.cells import CellRole, CellsConfig, HandOverName, parse_cells
 from moe_serve.config.sections import SchedulerConfig
+from moe_serve.config.tiers import TierConfig
+from moe_serve.engine.request.service_terms import Service
 from moe_serve.simulate.catalogue import find_device, find_model
 from moe_serve.simulate.coordinated.coordinated_cell import costed_plans
-from moe_serve.simulate.coordinated.coordinated_run import CellsSetup, PageSpeed
+from moe_serve.simulate.coordinated.coordinated_run import CellsSetup, PageSpeed, build_cells
 from moe_serve.simulate.coordinated.scaled_cells import ScaleTimes
 from moe_serve.simulate.costs.device import read_device
 from moe_serve.simulate.costs.model_shape import read_model_shape
@@ -104,6 +107,29 @@ def test_a_cell_goes_on_generating_while_pages_travel() -> None:
     assert sum(cell.num_tokens for cell in slow.cells) == 10 * 2030
     again = serve_cells(setup(layout, hand_over="always", giga=50.0), iter(some)).figures
     assert again == fast, "the same run gives the same figures"
+
+
+def test_cells_have_one_account_of_tiers_and_tenants() -> None:
+    """The policy of tiers is that of all cells, and forecasts count only on cells that take
+    requests."""
+    tier = TierConfig(name="fast", ttft_s=5.0)
+    scheduler = replace(SCHEDULER, tiers=(tier,))
+    built = build_cells(setup("2x(1A1E)").with_scheduler(scheduler))
+    some = [
+        replace(job, service=Service.of_tier(tier, f"t{job.index % 2}"))
+        for job in jobs(12, prompt=300, output=8, gap_s=0.01)
+    ]
+    built.world.run(iter(some))
+    services = [cell.engine.service for cell in built.cells]
+    first, second = (each.policy for each in services if each is not None)
+    assert first is second
+    stats = first.stats()
+    assert (stats.num_tenants, stats.tiers[0].num_finished) == (2, 12)
+    assert first.admission.num_snapshots == 2
+    built.cells[0].is_draining = True
+    assert first.admission.num_snapshots == 1
+    built.cells[0].is_draining = False
+    assert first.admission.num_snapshots == 2
 
 
 class ByTime:

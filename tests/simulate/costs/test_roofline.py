@@ -85,6 +85,36 @@ def test_fitted_shares_only_make_steps_slower() -> None:
             assert fitted > bare > 0
 
 
+def test_decode_steps_have_the_rows_of_a_captured_graph() -> None:
+    """Nine rows cost the arithmetic of sixteen and the bytes of nine; prompts are no graphs."""
+    slow = replace(H100, bf16_tflops=0.1, fp8_tflops=0.1)  # arithmetic decides
+    free = replace(slow, has_graphs=False)
+    nine, sixteen = BatchLoad.decode(9, 64), BatchLoad.decode(16, 64)
+
+    def seconds(device: DeviceType, load: BatchLoad) -> float:
+        return costs("replicas", 1, device=device).colocated_time(load)
+
+    head_s = 7 * 2 * QWEN.head_weights / (0.1e12 * H100.efficiency.gemm)  # of the other sequences
+    assert seconds(slow, nine) == pytest.approx(seconds(slow, sixteen) - head_s, rel=1e-3)
+    assert seconds(free, nine) < 0.6 * seconds(free, sixteen)
+    memory_bound = BatchLoad.decode(9, 4000)
+    assert seconds(H100, memory_bound) < 1.02 * seconds(
+        replace(H100, has_graphs=False), memory_bound
+    )
+    prompt = BatchLoad.of_parts([0], [9])
+    assert seconds(slow, prompt) == seconds(free, prompt)
+
+
+def test_sums_over_two_nodes_cross_the_network_once_for_each_node() -> None:
+    """Sixteen shards: a ring within each node of eight, and a tree of two nodes, up and down."""
+    one = BatchLoad.decode(8, 64)
+    short, long = (
+        costs("colocated", 16, 16, replace(H100, link_latency_us=us)).colocated_time(one)
+        for us in (0.0, 10.0)
+    )
+    assert long - short == pytest.approx(94 * 2 * 3 * 10e-6, rel=1e-6)
+
+
 def test_shards_and_more_devices_shorten_a_large_step() -> None:
     load = BatchLoad.decode(256, 8192)
     times = [costs("replicas", n, n).colocated_time(load) for n in (1, 2, 4, 8)]

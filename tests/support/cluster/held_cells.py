@@ -20,6 +20,7 @@ from moe_serve.cluster.steps.step_in_flight import StepInFlight
 from moe_serve.config.cells import CellsConfig, CellShape, parse_cells
 from moe_serve.engine.request.request import GenerationRequest, TokenDelta
 from moe_serve.engine.request.sampling_params import SamplingParams
+from moe_serve.engine.watch.cells_control import CellPlace, NodeStatus
 from moe_serve.errors import CellsError, ClusterError
 from tests.support.cluster.fake_cells import FakeCarrier, prompt
 from tests.support.cluster.fake_coordinator import FakeCoordinator, fake_cluster
@@ -84,13 +85,16 @@ class FakeMaker:
         self.closed: list[int] = []  # cells that have ended
         self.refusal = ""
 
-    def check(self, shapes: Sequence[CellShape], *, by_hand: bool) -> None:
+    def check(self, shapes: Sequence[CellShape], place: CellPlace) -> None:
         if self.refusal:
             raise CellsError(self.refusal)
 
-    def begin(self, index: int, shape: CellShape, *, by_hand: bool) -> FakeStart:
+    def begin(self, index: int, shape: CellShape, place: CellPlace) -> FakeStart:
         self.starts[index] = FakeStart(lambda: self._cell(index, shape))
         return self.starts[index]
+
+    def nodes(self) -> Sequence[NodeStatus]:
+        return ()
 
     def _cell(self, index: int, shape: CellShape) -> Cell:
         coordinator = self.coordinators[index] = HeldCoordinator(shape.attention_ranks)

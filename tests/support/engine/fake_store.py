@@ -7,11 +7,18 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.cache.tiers.store import LoadDone, LoadProgress, SavedPage, TierStats
+from moe_serve.cache.tiers.store import (
+    LoadDone,
+    LoadedPages,
+    LoadProgress,
+    SavedPage,
+    TierStats,
+)
 
 
 class FakeStore:
-    """Implements PageStore. `delay`: calls of `take_done` until a load ends."""
+    """Implements PageStore. `delay`: calls of `take_done` until a load ends; each reads as many
+    pages."""
 
     def __init__(self, *, delay: int = 0, room: int = 1000) -> None:
         self.pages: dict[bytes, NDArray[np.uint8]] = {}
@@ -46,9 +53,14 @@ class FakeStore:
         self._running.append((job, self.delay, list(keys)))
 
     def progress(self, job: int) -> LoadProgress | None:
-        return None
+        return None if self.is_hanging else LoadProgress(len(self.read_pages(job, 0)), 0.0)
 
-    def cancel(self, job: int) -> tuple[NDArray[np.uint8], ...]:
+    def read_pages(self, job: int, start: int) -> LoadedPages:
+        ((left, keys),) = ((left, keys) for number, left, keys in self._running if number == job)
+        count = len(keys) * (self.delay - left) // (self.delay + 1)
+        return self._pages(keys)[start:count]
+
+    def cancel(self, job: int) -> LoadedPages:
         return ()
 
     def take_done(self) -> list[LoadDone]:
@@ -59,11 +71,13 @@ class FakeStore:
             if delay > 0:
                 rest.append((job, delay - 1, keys))
                 continue
-            pages = [self.pages[key].copy() for key in keys if key in self.pages]
-            pages = pages[: self.most_pages]
-            done.append(LoadDone(job, tuple(pages), len(keys), self.seconds))
+            done.append(LoadDone(job, self._pages(keys), len(keys), self.seconds))
         self._running = rest
         return done
+
+    def _pages(self, keys: list[bytes]) -> LoadedPages:
+        pages = [self.pages[key].copy() for key in keys if key in self.pages]
+        return tuple(pages[: self.most_pages])
 
     def wait(self, seconds: float) -> None: ...
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_serve.cache.tiers.store import LoadDone, LoadProgress
+from moe_serve.cache.tiers.store import LoadDone, LoadedPages, LoadProgress
 from moe_serve.model.step_plan import StepPlan
 from tests.support.engine.fake_runner import FakeRunner
 from tests.support.engine.fake_store import FakeStore
@@ -42,7 +40,10 @@ class TimedStore(FakeStore):
         begin, _ = self._jobs[job]
         return LoadProgress(len(self._read(job)), max(0.0, self.clock.now - begin))
 
-    def cancel(self, job: int) -> tuple[NDArray[np.uint8], ...]:
+    def read_pages(self, job: int, start: int) -> LoadedPages:
+        return self._read(job)[start:]
+
+    def cancel(self, job: int) -> LoadedPages:
         (begin, _), pages = self._jobs[job], self._read(job)
         self._free_at = self.clock.now
         self._jobs[job] = begin, self._jobs[job][1][: len(pages)]
@@ -59,7 +60,7 @@ class TimedStore(FakeStore):
     def wait(self, seconds: float) -> None:
         self.clock.now += min(seconds, self.page_s)
 
-    def _read(self, job: int) -> tuple[NDArray[np.uint8], ...]:
+    def _read(self, job: int) -> LoadedPages:
         begin, keys = self._jobs[job]
         count = int((self.clock.now - begin) / self.page_s + 1e-6)
         return tuple(self.pages[key].copy() for key in keys[: max(0, count)])

@@ -34,6 +34,7 @@ from moe_serve.engine.request.stats import (
     PoolStats,
     PoolUse,
     RankStatus,
+    ScalingStats,
     StageUse,
 )
 from moe_serve.engine.routes.placement_control import OUTCOMES, BalanceFigures, PlacementStatus
@@ -111,6 +112,7 @@ def full_stats() -> EngineStats:
                 outage_s=0.0,
             ),
         ),
+        scaling=ScalingStats(policy="target", wanted={"both": 2}, num_decisions={"add": 1}),
         members=(
             RankStatus(
                 name="expert-0", pool="expert", phase="serving", num_restarts=0, busy_ratio=0.5

@@ -7,6 +7,8 @@ from moe_serve.model.step_plan import MicroBatch, SequenceSlice
 
 def split(slices: list[SequenceSlice], max_micro_batches: int) -> tuple[MicroBatch, ...]:
     """Splits slices so that token counts differ by at most one slice."""
+    if len(slices) == 1:
+        return (MicroBatch((slices[0],)),)
     if max_micro_batches == 1:
         return (MicroBatch(tuple(sorted(slices, key=lambda s: -len(s.token_ids)))),)
     groups: list[list[SequenceSlice]] = [[] for _ in range(min(max_micro_batches, len(slices)))]
@@ -21,6 +23,8 @@ def split(slices: list[SequenceSlice], max_micro_batches: int) -> tuple[MicroBat
 def split_evenly(slices: list[SequenceSlice], max_micro_batches: int) -> tuple[MicroBatch, ...]:
     """Splits with the same token counts, and balances the contexts among groups of equal count,
     because attention reads them."""
+    if len(slices) == 1:
+        return (MicroBatch((slices[0],)),)
     if max_micro_batches == 1:
         return (MicroBatch(tuple(sorted(slices, key=lambda s: (-len(s.token_ids), -s.start)))),)
     groups: list[list[SequenceSlice]] = [[] for _ in range(min(max_micro_batches, len(slices)))]

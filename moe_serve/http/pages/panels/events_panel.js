@@ -8,7 +8,7 @@ const TONES = {
   rank_lost: "bad", rebalance_failed: "bad", engine_died: "bad", outage: "bad", predictor_off: "warn", overload: "warn",
   draining: "warn", rank_back: "good", outage_over: "good", started: "good", rebalanced: "good", predictor_on: "good",
   cell_added: "", cell_serves: "good", cell_back: "good", cell_drains: "warn", cell_leaves: "warn", cell_stops: "warn",
-  cell_gone: "warn", cell_failed: "bad",
+  cell_gone: "warn", cell_failed: "bad", cells_scaled: "",
 };
 
 export class EventsPanel {

@@ -11,7 +11,8 @@ export class RanksPanel {
   constructor() {
     this.panel = new Panel({ id: "ranks", title: "Ranks" });
     this.cells = { heading: element("p", { class: "group" }, "Cells: share of the KV pages in use"), host: element("div", {}), rows: [] };
-    this.panel.body.append(this.cells.heading, this.cells.host);
+    this.scaling = element("p", { class: "muted" });
+    this.panel.body.append(this.cells.heading, this.cells.host, this.scaling);
     this.pools = POOLS.map(([kind, title]) => {
       const heading = element("p", { class: "group" }, title);
       const host = element("div", {});
@@ -20,7 +21,7 @@ export class RanksPanel {
     });
   }
 
-  update({ ranks, cells = [], server }) {
+  update({ ranks, cells = [], autoscale = null, server }) {
     if (ranks.length === 0) {
       this.panel.note("");
       this.panel.sayInstead(`No ranks: this server runs in ${server.layout}.`);
@@ -32,6 +33,8 @@ export class RanksPanel {
     this.cells.heading.hidden = cells.length === 0;
     fitRows(this.cells.host, this.cells.rows, cells.length, () => new CellRow());
     cells.forEach((cell, i) => this.cells.rows[i].update(cell));
+    this.scaling.hidden = autoscale === null;
+    setText(this.scaling, autoscale === null ? "" : scalingText(autoscale));
     for (const pool of this.pools) {
       const members = ranks.filter(({ kind }) => kind === pool.kind);
       pool.heading.hidden = members.length === 0;
@@ -40,6 +43,11 @@ export class RanksPanel {
       members.forEach((rank, i) => pool.rows[i].update(rank, members.length, Math.min(1, scale)));
     }
   }
+}
+
+function scalingText({ policy, wanted, last }) {
+  const counts = Object.entries(wanted).map(([role, count]) => `${count} ${role}`).join(", ");
+  return [`Autoscaling by ${policy} wants ${counts || "what there is"}`, last].filter((part) => part).join(" · ");
 }
 
 class CellRow {

@@ -21,6 +21,21 @@ struct Copies {  // mirrored in native_rank_calls.py
   }
 };
 
+// The place of an exchange within its key, where two numbers of 32 bits differ.
+struct StepKey {  // mirrored in native_rank_steps.py
+  int64_t layer_at, batch_at;
+  uint8_t first[64];
+
+  void write(const FrameShape& s, uint32_t layer, uint32_t batch, uint8_t* key) const {
+    memcpy(key, first, s.key_bytes);
+    memcpy(key + layer_at, &layer, sizeof layer);
+    memcpy(key + batch_at, &batch, sizeof batch);
+  }
+};
+
+// The tags of an exchange's messages: rows, then sums.
+static inline uint32_t rows_tag(int64_t layer, int64_t batch) { return 2 * (layer * 8 + batch); }
+
 static inline int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 static inline int64_t frame_rows(const FrameShape& s, const uint8_t* frame) {

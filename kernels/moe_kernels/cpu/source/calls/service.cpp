@@ -1,7 +1,8 @@
 // An expert rank between two messages in one call: from the frames with rows to those with sums.
 //
 // It calls the kernel of each part, so the results are the same bit for bit; it saves the calls
-// through Python between them.
+// through Python between them. Where ranks share memory, `moe_service_step` serves all exchanges of a
+// step so, with the messages between them.
 
 #include <algorithm>
 #include <type_traits>
@@ -11,6 +12,7 @@
 #include "../vectors.h"
 #include "frames.h"
 #include "front.h"
+#include "lanes.h"
 
 struct Experts;
 
@@ -28,6 +30,23 @@ struct Service {  // mirrored in native_rank_calls.py
   const Copies* copies;  // null: one expert rank
   int64_t num_senders, num_experts, rank;
   uint8_t key[64];
+};
+
+// Exchanges of a step that follow each other: A attention ranks, M micro-batches.
+struct ServiceLayer {  // mirrored in native_rank_steps.py
+  Service* service;
+  const Experts* bank;
+  int64_t number;
+};
+
+struct ServiceStep {  // mirrored in native_rank_steps.py
+  Lane* const* lanes;  // [A]
+  const int64_t* rows; // [A, M] planned
+  const ServiceLayer* layers;
+  int64_t num_lanes, num_layers, num_batches;
+  int64_t done;  // exchanges that were answered; other threads read it
+  int64_t rank;  // that is waited for, or that failed; -1: none
+  StepKey key;
 };
 
 #define DECLARE_SERVICE(T, suffix)                                                                \
@@ -181,12 +200,86 @@ class ServiceRun {
   Joined<T>& joined_;
 };
 
+template <class T>
+class ServiceStepRun {
+ public:
+  ServiceStepRun(ServiceStep& step, const ServiceParts<T>& parts, Joined<T>& joined)
+      : step_(step), parts_(parts), joined_(joined) {}
+
+  LaneStatus run() {
+    int64_t end = step_.num_layers * step_.num_batches;
+    for (step_.done = 0; step_.done < end; ++step_.done) {
+      int64_t batch = step_.done % step_.num_batches;
+      const ServiceLayer& layer = step_.layers[step_.done / step_.num_batches];
+      if (LaneStatus status = serve(layer, batch); status != kDone) return status;
+    }
+    step_.rank = -1;
+    return kDone;
+  }
+
+ private:
+  LaneStatus serve(const ServiceLayer& layer, int64_t batch) {
+    Service s = *layer.service;
+    uint32_t rows = rows_tag(layer.number, batch);
+    if (LaneStatus status = await_rows(s, rows, batch); status != kDone) return status;
+    if (senders_.empty()) return kDone;
+    counts_.resize(senders_.size()), sizes_.resize(senders_.size());
+    s.rows = rows_.data(), s.sums = sums_.data(), s.planned = planned_.data();
+    s.counts = counts_.data(), s.sizes = sizes_.data(), s.num_senders = senders_.size();
+    step_.key.write(*s.shape, layer.number, batch, s.key);
+    if (ServiceRun<T>(s, parts_, joined_).run(layer.bank)) return kPython;
+    for (int64_t a : senders_) drop_message(*step_.lanes[a], rows);
+    for (size_t i = 0; i < senders_.size(); ++i) {
+      step_.rank = senders_[i];
+      if (!sizes_[i]) continue;
+      LaneStatus status = send_message(*step_.lanes[step_.rank], rows + 1, sizes_[i]);
+      if (status != kDone) return status;
+    }
+    return kDone;
+  }
+
+  // Waits for the frames of all attention ranks that have rows in an exchange.
+  LaneStatus await_rows(const Service& s, uint32_t tag, int64_t batch) {
+    const FrameShape& shape = *s.shape;
+    senders_.clear(), rows_.clear(), sums_.clear(), planned_.clear();
+    for (int64_t& a = step_.rank = 0; a < step_.num_lanes; ++a) {
+      int64_t planned = step_.rows[a * step_.num_batches + batch];
+      if (!planned) continue;
+      Lane& lane = *step_.lanes[a];
+      int64_t slot = slot_of(tag + 1), sum_bytes = shape.has_wide_sums ? 8 : 4;
+      if (!lane.out[slot] ||
+          lane.out_bytes[slot] < sums_at(shape, planned) + planned * shape.width * sum_bytes)
+        return kPython;
+      const LaneMessage* message;
+      if (LaneStatus status = await_message(lane, tag, &message); status != kDone) return status;
+      int64_t most = Dispatch<T, uint8_t>{shape, nullptr, planned}.bytes(planned);
+      if (message->size < shape.header_bytes || message->size > most) return kPython;
+      senders_.push_back(a), planned_.push_back(planned);
+      rows_.push_back(content_of(lane, *message)), sums_.push_back(lane.out[slot]);
+    }
+    return kDone;
+  }
+
+  ServiceStep& step_;
+  const ServiceParts<T>& parts_;
+  Joined<T>& joined_;
+  std::vector<int64_t> senders_, planned_, counts_, sizes_;
+  std::vector<const uint8_t*> rows_;
+  std::vector<uint8_t*> sums_;
+};
+
 #define EXPORT(T, suffix)                                                                         \
   int64_t moe_service_##suffix(const Service* s, const Experts* bank) {                           \
     static thread_local Joined<T> joined;                                                         \
     ServiceParts<T> parts{moe_router_linear_##suffix, moe_experts_##suffix,                       \
                           moe_experts_partial_##suffix};                                          \
     return ServiceRun<T>(*s, parts, joined).run(bank);                                            \
+  }                                                                                               \
+  int64_t moe_service_step_##suffix(ServiceStep* step) {                                          \
+    static thread_local Joined<T> joined;                                                         \
+    ServiceParts<T> parts{moe_router_linear_##suffix, moe_experts_##suffix,                       \
+                          moe_experts_partial_##suffix};                                          \
+    return ServiceStepRun<T>(*step, parts, joined).run();                                         \
   }
 
 extern "C" {

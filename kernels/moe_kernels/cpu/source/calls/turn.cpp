@@ -2,16 +2,21 @@
 // the next layer up to its router's choice, and fills in the frames for the experts.
 //
 // It calls the kernel of each part, so the results are the same bit for bit; it saves the calls
-// through Python between them.
+// through Python between them. Where ranks share memory, `moe_turn_step` runs all layers of a step so,
+// with the messages between them.
 
 #include <algorithm>
 #include <chrono>
 #include <type_traits>
+#include <vector>
 
 #include "../scratch.h"
 #include "../vectors.h"
 #include "frames.h"
 #include "front.h"
+#include "lanes.h"
+
+struct Experts;
 
 // T rows of a micro-batch, R expert ranks, K choices per row, D model width.
 struct Turn {  // mirrored in native_rank_calls.py
@@ -35,10 +40,33 @@ struct Turn {  // mirrored in native_rank_calls.py
   uint8_t keys[2][64];  // of the sums that arrive, of the frames to fill in
 };
 
+// Layers of a step whose exchanges follow each other: M micro-batches, S shapes of attention.
+struct TurnLayer {  // mirrored in native_rank_steps.py
+  const Front* front;
+  const KVPages* pages;
+  const Copies* copies;
+  const Experts* shared;  // null: no shared expert
+  int64_t number, shape;
+};
+
+struct TurnStep {  // mirrored in native_rank_steps.py
+  Lane* const* lanes;      // [R]
+  Turn* const* turns;      // [M]
+  const TurnLayer* layers; // [layers]; the rows of the one before are with the experts
+  const AttentionPlan* const* plans;  // [M, S]
+  float* const* shared;    // [M] memory for [T, D]: outputs of shared experts
+  int64_t num_layers, num_batches, num_shapes, before;  // before: number of the layer before
+  int64_t done;  // exchanges that were sent; other threads read it
+  int64_t rank;  // that is waited for, or that failed; -1: none
+  StepKey key;
+};
+
 #define DECLARE_TURN(T, suffix)                                                                   \
   void moe_front_##suffix(const Front*, const AttentionPlan*, const T*, const int64_t*,           \
                           const int64_t*, const KVPages*, T*, T*, int64_t*, float*, int64_t,      \
                           const RowAdapters*, int64_t);                                           \
+  int64_t moe_experts_##suffix(const Experts*, const T*, const int64_t*, const float*, float*,    \
+                               int64_t, int64_t, const RowAdapters*, int64_t, int64_t);           \
   void moe_add_##suffix(const T*, const float*, const float*, T*, int64_t, int64_t);
 
 extern "C" {
@@ -51,6 +79,8 @@ struct TurnParts {
   void (*front)(const Front*, const AttentionPlan*, const T*, const int64_t*, const int64_t*,
                 const KVPages*, T*, T*, int64_t*, float*, int64_t, const RowAdapters*, int64_t);
   void (*add)(const T*, const float*, const float*, T*, int64_t, int64_t);
+  int64_t (*experts)(const Experts*, const T*, const int64_t*, const float*, float*, int64_t,
+                     int64_t, const RowAdapters*, int64_t, int64_t);
 };
 
 // Whether a frame with sums has all the rows that its rank has got, or says which ones it has.
@@ -156,9 +186,98 @@ static int64_t turn(Turn& t, const TurnParts<T>& parts) {
   return 0;
 }
 
+template <class T>
+class StepRun {
+ public:
+  StepRun(TurnStep& step, const TurnParts<T>& parts)
+      : step_(step), shape_(*step.turns[0]->shape), parts_(parts) {}
+
+  LaneStatus run() {
+    sums_.resize(shape_.num_ranks), rows_.resize(shape_.num_ranks);
+    int64_t end = step_.num_layers * step_.num_batches;
+    for (step_.done = 0; step_.done < end; ++step_.done) {
+      int64_t l = step_.done / step_.num_batches, batch = step_.done % step_.num_batches;
+      Turn& turn = *step_.turns[batch];
+      const uint8_t* const* sums = turn.sums;
+      uint8_t* const* rows = turn.rows;
+      turn.sums = sums_.data(), turn.rows = rows_.data();
+      LaneStatus status = pass(turn, l, batch);
+      turn.sums = sums, turn.rows = rows;
+      if (status != kDone) return status;
+    }
+    step_.rank = -1;
+    return kDone;
+  }
+
+ private:
+  LaneStatus pass(Turn& t, int64_t l, int64_t batch) {
+    const TurnLayer& layer = step_.layers[l];
+    uint32_t rows = rows_tag(layer.number, batch);
+    uint32_t sums = 1 + rows_tag(l ? step_.layers[l - 1].number : step_.before, batch);
+    int64_t most = Dispatch<T, uint8_t>{shape_, nullptr, t.num_rows}.bytes(t.num_rows);
+    for (int64_t r = 0; r < shape_.num_ranks; ++r) {
+      const Lane& lane = *step_.lanes[r];
+      rows_[r] = lane.out[slot_of(rows)];
+      if (!rows_[r] || lane.out_bytes[slot_of(rows)] < most) return kPython;
+    }
+    if (LaneStatus status = await_sums(t, sums); status != kDone) return status;
+    t.front = layer.front, t.pages = layer.pages, t.copies = layer.copies;
+    t.plan = step_.plans[batch * step_.num_shapes + layer.shape];
+    t.is_taking = 1, t.hidden = t.out;
+    step_.key.write(shape_, layer.number, batch, t.keys[1]);
+    if (turn<T>(t, parts_)) return kPython;  // which finds out what is wrong
+    t.shared = nullptr;
+    for (int64_t r = 0; r < shape_.num_ranks; ++r)
+      if (sums_[r]) drop_message(*step_.lanes[r], sums);
+    for (step_.rank = 0; step_.rank < shape_.num_ranks; ++step_.rank)
+      if (LaneStatus status = send_message(*step_.lanes[step_.rank], rows, t.sizes[step_.rank]);
+          status != kDone)
+        return status;
+    if (layer.shared) pass_shared(layer, t, step_.shared[batch]);
+    return kDone;
+  }
+
+  LaneStatus await_sums(const Turn& t, uint32_t tag) {
+    for (int64_t& r = step_.rank = 0; r < shape_.num_ranks; ++r) {
+      Lane& lane = *step_.lanes[r];
+      sums_[r] = nullptr;
+      if (!t.counts[r]) continue;
+      const LaneMessage* message;
+      if (LaneStatus status = await_message(lane, tag, &message); status != kDone) return status;
+      int64_t size = sums_at(shape_, t.num_rows) +
+                     t.num_rows * shape_.width * (shape_.has_wide_sums ? 8 : 4);
+      if (message->size < shape_.header_bytes || message->size > size) return kPython;
+      sums_[r] = content_of(lane, *message);
+    }
+    return kDone;
+  }
+
+  // An MLP that all rows pass: a bank of one expert.
+  void pass_shared(const TurnLayer& layer, Turn& t, float* out) {
+    static thread_local Scratch ids_scratch, weights_scratch;
+    int64_t* ids = ids_scratch.get<int64_t>(t.num_rows);
+    float* weights = weights_scratch.get<float>(t.num_rows);
+    std::fill_n(ids, t.num_rows, 0);
+    std::fill_n(weights, t.num_rows, 1.0f);
+    parts_.experts(layer.shared, static_cast<const T*>(t.x), ids, weights, out, t.num_rows, 1,
+                   nullptr, 0, 0);
+    t.shared = out;
+  }
+
+  TurnStep& step_;
+  const FrameShape& shape_;
+  const TurnParts<T>& parts_;
+  std::vector<const uint8_t*> sums_;
+  std::vector<uint8_t*> rows_;
+};
+
 #define EXPORT(T, suffix)                                                                         \
   int64_t moe_turn_##suffix(Turn* t) {                                                            \
-    return turn<T>(*t, {moe_front_##suffix, moe_add_##suffix});                                   \
+    return turn<T>(*t, {moe_front_##suffix, moe_add_##suffix, moe_experts_##suffix});             \
+  }                                                                                               \
+  int64_t moe_turn_step_##suffix(TurnStep* step) {                                                \
+    TurnParts<T> parts{moe_front_##suffix, moe_add_##suffix, moe_experts_##suffix};               \
+    return StepRun<T>(*step, parts).run();                                                        \
   }
 
 extern "C" {

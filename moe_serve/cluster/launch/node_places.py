@@ -1,0 +1,111 @@
+"""The places of ranks on the nodes of a launch: its first nodes, and those that joined it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+
+from moe_serve.cluster.control.rank_name import RankName
+from moe_serve.cluster.launch.node_layout import NodeLayout
+from moe_serve.cluster.launch.node_ranks import NodeHello
+from moe_serve.engine.watch.cells_control import NodeStatus
+from moe_serve.errors import CellsError
+
+MAX_PLACES = 1024
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,62}")
+
+
+def objection_to_node(name: str, num_places: int) -> str | None:
+    """Returns why a node with this name and so many places cannot join; None: it can. The names of
+    the first nodes are their numbers."""
+    if not _NAME.fullmatch(name):
+        return (
+            f"{name[:100]!r} cannot name a node: use at most 63 letters, digits, dots, dashes and "
+            "underscores, a letter first"
+        )
+    if not 1 <= num_places <= MAX_PLACES:
+        return f"it offers {num_places} places for ranks: give it between 1 and {MAX_PLACES}"
+    return None
+
+
+class NodePlaces:
+    """Used with the lock of its owner. A node that has joined keeps its number, and so its ranks,
+    when it comes back. A first node takes any number of ranks."""
+
+    def __init__(self, layout: NodeLayout) -> None:
+        self.layout, self.num_first = layout, layout.num_nodes
+        self.leaving: set[int] = set()  # nodes that get no further ranks
+        self._names: dict[int, str] = {}  # of nodes that have joined
+        self._num_places: dict[int, int] = {}  # likewise
+        self._removed: set[RankName] = set()  # in the layout, with places to be used again
+
+    def name_of(self, number: int) -> str:
+        return self._names.get(number, str(number))
+
+    def number_of(self, name: str) -> int | None:
+        """Returns the number of a node that has joined; None: there was none of this name."""
+        return next((number for number, each in self._names.items() if each == name), None)
+
+    def ranks_on(self, number: int) -> list[RankName]:
+        return [rank for rank in self.layout.nodes[number] if rank not in self._removed]
+
+    def join(self, hello: NodeHello) -> int:
+        """Returns the number of a node that joins, or is back."""
+        number = self.number_of(hello.joins)
+        if number is None:
+            number = self.layout.num_nodes
+            self.layout = self.layout.with_node()
+        self._names[number], self._num_places[number] = hello.joins, hello.num_places
+        self.leaving.discard(number)
+        return number
+
+    def add(self, ranks: Sequence[RankName], node: str | None, present: Collection[int]) -> None:
+        """Gives further ranks their places, those of removed ones first; for the rest see
+        `check_room`."""
+        self.check_room(len(ranks), node, present)
+        for rank in ranks:
+            nodes = [n for n, num_free in self._free(node, present).items() if num_free > 0]
+            self.layout = self.layout.with_rank(rank, self._removed, nodes)
+            self._removed = {old for old in self._removed if self.layout.has(old)}
+
+    def remove(self, ranks: Iterable[RankName]) -> list[int]:
+        """Lets places be used again. Returns the nodes that leave and have no rank any more."""
+        self._removed.update(ranks)
+        return [number for number in self.leaving if not self.ranks_on(number)]
+
+    def check_room(self, num_ranks: int, node: str | None, present: Collection[int]) -> None:
+        """Raises CellsError unless so many more ranks have places on a node, or (None) on all of
+        them. `present`: the nodes that are there, without node 0."""
+        free = self._free(node, present)
+        if not free:
+            known = ", ".join(self.name_of(number) for number in self._free(None, present))
+            raise CellsError(
+                f"There is no node {(node or '')[:100]!r} that takes ranks: this launch has the "
+                f"nodes {known}."
+            )
+        if sum(free.values()) < num_ranks:
+            raise CellsError(
+                f"The cell has {num_ranks} ranks and node {node} has {sum(free.values())} free "
+                "places: add a smaller cell, or start the node with more --places."
+            )
+
+    def statuses(self, present: Collection[int]) -> tuple[NodeStatus, ...]:
+        """Returns the nodes that are there or have ranks."""
+        return tuple(
+            NodeStatus(
+                name=self.name_of(number),
+                num_ranks=len(self.ranks_on(number)),
+                num_places=self._num_places.get(number),
+                is_there=number == 0 or number in present,
+            )
+            for number in range(self.layout.num_nodes)
+            if number == 0 or number in present or self.ranks_on(number)
+        )
+
+    def _free(self, node: str | None, present: Collection[int]) -> dict[int, int]:
+        """Returns the free places of the nodes that may get ranks."""
+        free = dict.fromkeys(range(self.num_first), MAX_PLACES)
+        for number, num_places in self._num_places.items():
+            if number in present and number not in self.leaving:
+                free[number] = max(0, num_places - len(self.ranks_on(number)))
+        return {n: num for n, num in free.items() if node in (None, self.name_of(n))}
