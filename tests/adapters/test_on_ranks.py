@@ -115,6 +115,11 @@ def test_answers_of_one_process(
     try:
         assert answers(built) == expected
         assert answers(built) == expected, "with warm prefixes"
+        some = [
+            each for i, each in enumerate(mixed(built.adapters)) if NAMES[i % 5] in (None, "lora")
+        ]
+        found = serve(built.engine, some)
+        assert found == {key: expected[key] for key in found}, "no adapter with experts among them"
     finally:
         built.engine.close()
 
