@@ -16,7 +16,6 @@ from moe_serve.bench.simulated_requests import jobs_of
 from moe_serve.bench.simulated_run import NO_REQUESTS, SimulatedRun
 from moe_serve.bench.workload.prompt_maker import Slot
 from moe_serve.cluster.autoscale.autoscaler import Autoscaler, ScaleLimits
-from moe_serve.cluster.autoscale.plan_file import PlannedRole, ScalePlan, write_plan
 from moe_serve.cluster.autoscale.plan_table import PlanTable
 from moe_serve.cluster.autoscale.policies import (
     Coming,
@@ -26,6 +25,7 @@ from moe_serve.cluster.autoscale.policies import (
     TargetPolicy,
     TokenMeans,
 )
+from moe_serve.cluster.autoscale.scale_plan import PlannedRole, ScalePlan, write_plan
 from moe_serve.cluster.autoscale.scale_view import AutoscalePolicy
 from moe_serve.errors import BenchError
 from moe_serve.simulate.coordinated.coordinated_run import CellsSetup

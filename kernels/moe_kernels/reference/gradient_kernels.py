@@ -41,7 +41,7 @@ class FittedScales:
 
 
 @dataclass(frozen=True, slots=True)
-class Signs:
+class FittedSigns:
     """Signs [N, K] as int8, and the places [N] of the rows' scales."""
 
     signs_NK: Tensor
@@ -50,7 +50,7 @@ class Signs:
     bias_N: Tensor | None
 
     @classmethod
-    def of(cls, added: SignMatrix, scales: FittedScales) -> Signs:
+    def of(cls, added: SignMatrix, scales: FittedScales) -> FittedSigns:
         signs, places = added.signs().to(torch.int8), added.every_scale().long()
         return cls(signs, places, scales, added.bias_N)
 
@@ -65,7 +65,7 @@ class GradientLinear:
 
     weight_NK: Tensor
     bias_N: Tensor | None = None
-    signs: Signs | None = None
+    signs: FittedSigns | None = None
 
     def __call__(self, x_TK: Tensor, residual_TN: Tensor | None = None) -> Tensor:
         weight_NK, bias_N = self.weight_NK, self.bias_N
@@ -80,7 +80,7 @@ class GradientLinear:
         """Returns the layer with an addition."""
         if added is None:
             return self
-        return GradientLinear(self.weight_NK, self.bias_N, Signs.of(added, scales))
+        return GradientLinear(self.weight_NK, self.bias_N, FittedSigns.of(added, scales))
 
 
 @dataclass(frozen=True, slots=True)

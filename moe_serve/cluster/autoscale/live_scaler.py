@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from moe_serve.clock import Clock
 from moe_serve.cluster.autoscale.added_cells import AddedCells
 from moe_serve.cluster.autoscale.autoscaler import Autoscaler, Possible
-from moe_serve.cluster.autoscale.load_window import LoadWindow, ScaledCell, cells_of_role
 from moe_serve.cluster.autoscale.scale_view import CellCounts, ScaleView
+from moe_serve.cluster.autoscale.scaling_window import ScaledCell, ScalingWindow, cells_of_role
 from moe_serve.config.cells import MAX_CELLS, CellRole, CellShape
 from moe_serve.engine.request.stats import EngineStats, ScaleAction, ScalingStats
 from moe_serve.engine.watch.cells_control import CellsControl
@@ -41,7 +41,7 @@ class LiveScaler:
 
     def __init__(self, autoscaler: Autoscaler, rules: ScaleRules, clock: Clock) -> None:
         self._autoscaler, self._rules, self._clock = autoscaler, rules, clock
-        self._window = LoadWindow(list(rules.shapes), rules.num_seats, clock())
+        self._window = ScalingWindow(list(rules.shapes), rules.num_seats, clock())
         self._num_decisions: Counter[ScaleAction] = Counter()
         self._decided_at = clock()
         self._state = ScalingStats(policy=autoscaler.policy.name, wanted={}, num_decisions={})

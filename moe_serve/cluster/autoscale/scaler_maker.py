@@ -7,8 +7,8 @@ from pathlib import Path
 from moe_serve.clock import Clock
 from moe_serve.cluster.autoscale.autoscaler import Autoscaler, ScaleLimits
 from moe_serve.cluster.autoscale.live_scaler import LiveScaler, ScaleRules
-from moe_serve.cluster.autoscale.plan_file import read_plan
 from moe_serve.cluster.autoscale.policies import PlannedPolicy, TargetPolicy
+from moe_serve.cluster.autoscale.scale_plan import read_plan
 from moe_serve.cluster.autoscale.scale_view import AutoscalePolicy
 from moe_serve.config.cells import CellsConfig, added_shapes
 from moe_serve.config.sections import EngineConfig

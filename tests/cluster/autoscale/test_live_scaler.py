@@ -14,7 +14,7 @@ import moe_serve.cluster.autoscale.policies as policies
 from moe_serve.bench import scaling as simulated
 from moe_serve.cluster.autoscale import scaler_maker
 from moe_serve.cluster.autoscale.live_scaler import LiveScaler
-from moe_serve.cluster.autoscale.plan_file import PlannedRole, ScalePlan, write_plan
+from moe_serve.cluster.autoscale.scale_plan import PlannedRole, ScalePlan, write_plan
 from moe_serve.config.cells import CellsConfig, parse_cell, parse_cells
 from moe_serve.config.keys import check_engine_config
 from moe_serve.config.sections import EngineConfig, SchedulerConfig

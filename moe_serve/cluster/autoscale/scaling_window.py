@@ -39,7 +39,7 @@ def cells_of_role(stats: EngineStats, role: CellRole, num_seats: int) -> list[Sc
 
 
 @dataclass(slots=True)
-class _Counts:
+class _CellCounts:
     """`busy`: request-seconds by role."""
 
     num_arrived: int = 0
@@ -48,14 +48,14 @@ class _Counts:
     busy: dict[CellRole, float] = field(default_factory=dict)
 
 
-class LoadWindow:
+class ScalingWindow:
     """`request_came` and `note` are called on the engine's thread, the rest on another one."""
 
     def __init__(self, roles: Sequence[CellRole], num_seats: int, now: float) -> None:
         """`num_seats`: see `cells_of_role`."""
         self._roles, self._num_seats = roles, num_seats
         self._lock = threading.Lock()  # guards the next two
-        self._counts = _Counts()
+        self._counts = _CellCounts()
         self._lengths: dict[str, int] = {}  # tokens of the answers that have begun
         self._begun_at = self._seen_at = now
         self._prompt_tokens = 0
@@ -89,7 +89,7 @@ class LoadWindow:
         new_tokens, self._prompt_tokens = prompt_tokens - self._prompt_tokens, prompt_tokens
         interval_s, self._begun_at = max(1e-3, now - self._begun_at), now
         with self._lock:
-            counts, self._counts = self._counts, _Counts()
+            counts, self._counts = self._counts, _CellCounts()
         return ScaleView(
             at_s=now,
             interval_s=interval_s,
