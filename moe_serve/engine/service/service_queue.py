@@ -72,10 +72,9 @@ class ServiceQueue:
         self._ends.append(self.state.steady())
 
     def begin_step(self, running: Items[Sequence] = ()) -> None:
-        """Forgets the order of the last step. `running`: the engine's sequences.
-
-        While all are in time in order of arrival, and were for the last `patience_s`, that is the
-        order: moving a request forward would only make others wait."""
+        """Forgets the order of the last step. `running`: the engine's sequences. The order becomes
+        that of arrival if all are in time so, and were for the last `patience_s`: to move a request
+        forward would only make others wait."""
         if self.state.steady.is_resting:
             self.state.steady.turn()
         self._ranked = None
@@ -86,9 +85,9 @@ class ServiceQueue:
             self.is_calm = now_s >= self._danger_s + self.state.config.patience_s
 
     def _are_in_time(self, running: Items[Sequence], now_s: float) -> bool:
-        """Returns whether all prompts keep their deadlines in order of arrival. A long queue, or
-        tenants above their share, are not looked at: False."""
-        state, table, num = self.state, self.table, len(self.table)
+        """Returns whether all prompts keep their deadlines in order of arrival. A long queue, one
+        with tenants above their share, and one in which some will go by age count as if not."""
+        state, table, config, num = self.state, self.table, self.state.config, len(self.table)
         if num > _MOST_CALM or not state.model.is_measured or table.num_preempted:
             return False
         reading = [s for s in running if s.num_pending_tokens > 1]
@@ -99,12 +98,13 @@ class ServiceQueue:
         found = [(standing_of(s), s.num_pending_tokens) for s in reading]
         rows = [(each.queued_s, each.deadline_s, num_left) for each, num_left in found]
         queued, deadline, left = np.array(rows, dtype=np.float64).reshape(len(rows), 3).T
-        has_seats = num <= state.config.max_num_seqs - len(running)
+        queued, deadline = np.append(table.queued, queued), np.append(table.deadline, deadline)
+        has_seats = num <= config.max_num_seqs - len(running)
         return all_in_time(
-            np.concatenate([table.queued, queued]),
-            np.concatenate([table.num_left, left]) * state.token_s,
-            np.concatenate([np.ones(num), np.zeros(len(rows))]),
-            np.concatenate([table.deadline, deadline]) - now_s - state.usual_step_s,
+            queued,
+            np.append(table.num_left, left) * state.token_s,
+            np.append(np.ones(num), np.zeros(len(rows))),
+            np.minimum(deadline, queued + config.max_wait_s) - now_s - state.usual_step_s,
             0.0 if has_seats else self._known_seat_s(),
         )
 
