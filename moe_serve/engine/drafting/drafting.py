@@ -76,7 +76,7 @@ class Drafting:
 
     def choose(self, schedule: Schedule, most: int) -> dict[int, Draft]:
         """Returns the drafts to verify in a step of at most `most` more rows, by sequence id."""
-        self._num_accepted = 0
+        self._num_accepted, self._survivals = 0, {}
         drafts = self._find(schedule)
         chosen = self._chosen(schedule, most, drafts) if drafts else drafts
         if self._guessing is not None:
@@ -244,6 +244,8 @@ class Drafting:
                     drafts[key] = draft
                 else:
                     self._note_vain(schedule, {key: None})
+            elif not sequence.request.drafts:
+                self._patience.in_vain(key, 0.0)
         for key in self._proposed:  # these need no lookup
             if key in schedule and key not in drafts and _may_draft(*schedule[key]):
                 draft = self._propose(schedule[key][0], looks=False)
