@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from moe_serve.engine.drafting.draft import DraftSource, Proposal
+from moe_serve.engine.drafting.draft import DraftProposal, DraftSource
 from moe_serve.engine.drafting.drafting import Drafting
 from moe_serve.engine.drafting.guessing import Guessing
 from moe_serve.engine.drafting.oracle import Oracle
@@ -53,7 +53,7 @@ class _Recorder:
     def follow(self, plan: StepPlan, found: Verified, sequences: Mapping[int, Answer]) -> None:
         """See GuessingNetwork."""
 
-    def guess(self, plan: StepPlan, found: Verified) -> dict[int, Proposal]:
+    def guess(self, plan: StepPlan, found: Verified) -> dict[int, DraftProposal]:
         """See GuessingNetwork. There is one sequence."""
         clock = time.thread_time()
         (made,) = self.head.guess(plan, found).values()

@@ -44,7 +44,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
+class DraftProposal:
     """A draft that was made where tokens are sampled: for the next step of a sequence."""
 
     source: str  # a `DraftSource`
@@ -56,7 +56,7 @@ class Proposal:
 class Proposals:
     """The proposals of a step by sequence id, and the seconds that a network guessed for them."""
 
-    of: Mapping[int, Proposal] = field(default_factory=dict)
+    of: Mapping[int, DraftProposal] = field(default_factory=dict)
     guess_s: float = 0.0
 
 

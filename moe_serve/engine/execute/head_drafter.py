@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from moe_serve.engine.drafting.draft import DraftSource, Proposal
+from moe_serve.engine.drafting.draft import DraftProposal, DraftSource
 from moe_serve.engine.execute.verify import Verified
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.model.speculation_head import SpeculationHead
@@ -29,7 +29,7 @@ class HeadDrafter:
     def follow(self, plan: StepPlan, found: Verified, sequences: Mapping[int, Sequence]) -> None:
         """See GuessingNetwork. A head has no keys and values."""
 
-    def guess(self, plan: StepPlan, found: Verified) -> dict[int, Proposal]:
+    def guess(self, plan: StepPlan, found: Verified) -> dict[int, DraftProposal]:
         """See GuessingNetwork.guess."""
         hidden_RD = self._pipeline.hidden_RD
         keys = [key for key, run in found.sampled.items() if run[-1].is_valid]
@@ -41,7 +41,7 @@ class HeadDrafter:
             hidden_RD = hidden_RD[rows]
         guesses = self._head.draft(hidden_RD, tokens, plan.num_guesses, self.least_confidence)
         return {
-            key: Proposal(DraftSource.HEAD.value, guess.token_ids, guess.confidences)
+            key: DraftProposal(DraftSource.HEAD.value, guess.token_ids, guess.confidences)
             for key, guess in zip(keys, guesses, strict=True)
             if guess.token_ids
         }

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_serve.engine.drafting.draft import DraftSource, Proposal
+from moe_serve.engine.drafting.draft import DraftProposal, DraftSource
 from moe_serve.engine.execute.verify import Verified
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.model.stage.mtp_stage import (
@@ -60,7 +60,7 @@ class MTPDrafter:
         except Exception:
             self._give_up()
 
-    def guess(self, plan: StepPlan, found: Verified) -> dict[int, Proposal]:
+    def guess(self, plan: StepPlan, found: Verified) -> dict[int, DraftProposal]:
         """See GuessingNetwork.guess."""
         drafting, states_TD = self._drafting, self._states_TD
         if states_TD is None or not drafting or len(drafting) > MAX_GUESSES:
@@ -72,7 +72,7 @@ class MTPDrafter:
             self._give_up()
             return {}
         return {
-            each.piece.sequence_id: Proposal(DraftSource.MTP.value, tuple(tokens))
+            each.piece.sequence_id: DraftProposal(DraftSource.MTP.value, tuple(tokens))
             for each, tokens in zip(drafting, guesses, strict=True)
         }
 

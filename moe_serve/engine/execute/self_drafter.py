@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from moe_serve.engine.drafting.draft import DraftSource, Proposal
+from moe_serve.engine.drafting.draft import DraftProposal, DraftSource
 from moe_serve.engine.execute.verify import Verified
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.model.step_plan import MicroBatch, SequenceSlice, StepPlan
@@ -41,7 +41,7 @@ class SelfDrafter:
     def follow(self, plan: StepPlan, found: Verified, sequences: Mapping[int, Sequence]) -> None:
         """See GuessingNetwork. The model has computed the keys and values."""
 
-    def guess(self, plan: StepPlan, found: Verified) -> dict[int, Proposal]:
+    def guess(self, plan: StepPlan, found: Verified) -> dict[int, DraftProposal]:
         """See GuessingNetwork.guess. A sequence whose draft is not finite is added to the spoiled
         ones, as its page may hold NaNs."""
         guesses = [
@@ -58,7 +58,7 @@ class SelfDrafter:
             active = [guess for guess in active if guess.num_left and guess.is_finite]
         found.spoiled.extend(g.piece.sequence_id for g in guesses if not g.is_finite)
         return {
-            guess.piece.sequence_id: Proposal(DraftSource.SELF.value, tuple(guess.tokens))
+            guess.piece.sequence_id: DraftProposal(DraftSource.SELF.value, tuple(guess.tokens))
             for guess in guesses
             if guess.is_finite
         }

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from moe_serve.clock import REAL_CLOCK, Clock
 from moe_serve.config.sections import EngineConfig
-from moe_serve.engine.drafting.draft import NO_PROPOSALS, DraftSource, Proposal, Proposals
+from moe_serve.engine.drafting.draft import NO_PROPOSALS, DraftProposal, DraftSource, Proposals
 from moe_serve.engine.execute.head_drafter import HeadDrafter
 from moe_serve.engine.execute.mtp_drafter import MTPDrafter
 from moe_serve.engine.execute.self_drafter import SelfDrafter
@@ -32,7 +32,7 @@ class GuessingNetwork(Protocol):
         """Brings the network's own keys and values up to a step, whether or not it guesses."""
         ...
 
-    def guess(self, plan: StepPlan, found: Verified) -> dict[int, Proposal]:
+    def guess(self, plan: StepPlan, found: Verified) -> dict[int, DraftProposal]:
         """Returns at most `plan.num_guesses` tokens behind the runs of a step, by sequence id."""
         ...
 
@@ -84,7 +84,7 @@ class StepDrafter:
     ) -> Proposals:
         """Returns drafts that follow the runs which a step has sampled. A network guesses only if
         the plan asks for it."""
-        proposals, guess_s = dict[int, Proposal](), 0.0
+        proposals, guess_s = dict[int, DraftProposal](), 0.0
         if self.network is not None:
             self.network.follow(plan, found, sequences)
             if plan.num_guesses and found.sampled:
@@ -93,5 +93,5 @@ class StepDrafter:
                 guess_s = self.clock() - begun_at
         if self._masks is not None:
             for key, tokens in self._masks.forced(found.sampled, sequences).items():
-                proposals[key] = Proposal(DraftSource.GRAMMAR.value, tokens)
+                proposals[key] = DraftProposal(DraftSource.GRAMMAR.value, tokens)
         return Proposals(proposals, guess_s) if proposals or guess_s else NO_PROPOSALS

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from moe_serve.engine.drafting.confidence import ConfidenceRates
-from moe_serve.engine.drafting.draft import Draft, DraftSource, Proposal
+from moe_serve.engine.drafting.draft import Draft, DraftProposal, DraftSource
 from moe_serve.engine.drafting.drafting import Drafting
 from moe_serve.engine.drafting.guessing import Guessing
 from moe_serve.engine.drafting.oracle import Oracle
@@ -65,7 +65,7 @@ class Network:
         self.sequences = sequences
         self.num_rounds += 1
 
-    def guess(self, plan: StepPlan, found: Verified) -> dict[int, Proposal]:
+    def guess(self, plan: StepPlan, found: Verified) -> dict[int, DraftProposal]:
         """See GuessingNetwork."""
         self.time.now += self.cost * plan.num_guesses
         self.steps.append(self.num_rounds)
@@ -75,7 +75,7 @@ class Network:
             guessed = continuation(tokens, plan.num_guesses)
             if self.is_wrong:
                 guessed = [token % 48 + 1 for token in guessed]
-            proposals[key] = Proposal("head", tuple(guessed), (60,) * len(guessed))
+            proposals[key] = DraftProposal("head", tuple(guessed), (60,) * len(guessed))
         return proposals
 
 
