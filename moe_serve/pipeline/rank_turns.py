@@ -193,13 +193,13 @@ class RankTurns:
         found = []
         for layer, weights in enumerate(self._stage.layers):
             front, copies, mlp = self._stage.front(layer), None, weights.mlp
+            if front is None or (mlp is not None and mlp.gate is not None):
+                continue  # a dense layer has no copies of experts
             split = self._transport.split
             if split is not None and self._shape.num_ranks > 1:
                 copies = self._copies_of(layer, split)
                 if copies is None:
                     continue
-            if front is None or (mlp is not None and mlp.gate is not None):
-                continue
             turn = TurnLayer(front, self._cache.layers[layer], None, copies)
             bank = None if mlp is None else mlp.bank
             found.append((layer, turn, self._shape_of[layer], bank))

@@ -41,7 +41,7 @@ from tests.support.families.parity import write_checkpoint
 CPU = torch.device("cpu")
 REFUSAL = native_refusal(CPU, torch.float32)
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
-MODELS = ("gpt_oss", "qwen3_moe-dense-layers", "glm4_moe-qk-norm-groups")
+MODELS = ("gpt_oss", "qwen3_moe-dense-layers", "dots1")
 TOKENS = np.random.default_rng(3).integers(1, VOCAB_SIZE, (3, 60))
 TABLES = ((4, 9, 1, 2), (7, 3), (5, 6, 8))
 
