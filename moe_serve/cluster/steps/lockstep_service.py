@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.schedule.step_service import StepService
-from moe_serve.engine.service.service_queue import rows_of_decoding
 from moe_serve.engine.service.service_state import ServiceState
-from moe_serve.engine.service.step_budget import shared_out
+from moe_serve.engine.service.step_budget import rows_of_decoding, shared_out
 from moe_serve.engine.service.step_model import StepWork
 
 

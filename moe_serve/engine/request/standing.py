@@ -30,3 +30,9 @@ class Standing:
     first_token_at: float | None = None
     num_urgent_preemptions: int = 0
     is_relegated: bool = False
+
+    @property
+    def due_s(self) -> float:
+        """When a strict request ends in its present state; infinite for others."""
+        first_due_s = self.first_due_s if self.first_token_at is None else math.inf
+        return min(first_due_s, self.last_due_s)

@@ -19,8 +19,7 @@ from moe_serve.engine.service.near_steps import Remaining
 from moe_serve.engine.service.order import Floats, all_in_time
 from moe_serve.engine.service.ranked_waiting import RankedWaiting
 from moe_serve.engine.service.service_state import ServiceState
-from moe_serve.engine.service.step_budget import StepBudget
-from moe_serve.engine.service.step_model import StepWork
+from moe_serve.engine.service.step_budget import StepBudget, least_tpot_s, rows_of_decoding
 from moe_serve.engine.service.waiting_table import WaitingTable
 
 _NUM_ENDS = 129  # ends of requests from which the time between two free seats is known
@@ -219,9 +218,7 @@ class ServiceQueue:
     def slack_s(self, decoding: Iterable[Sequence]) -> float | None:
         """Returns the seconds that the next step may take; None: no sequence that decodes has a
         target for the time between tokens."""
-        targets = [s.request.service.targets.tpot_s for s in decoding]
-        least_s = min((each for each in targets if each is not None), default=None)
-        if least_s is None:
+        if (least_s := least_tpot_s(decoding)) is None:
             return None
         now = self.state.clock()
         return least_s - (0.0 if self._last_end_at is None else now - self._last_end_at)
@@ -233,12 +230,7 @@ class ServiceQueue:
         now_s = self.state.steady()
         rows = np.flatnonzero(self.table.due <= now_s)
         late = [self.table.sequences[row] for row in rows]
-        return late + [s for s in running if self._is_due(standing_of(s), now_s)]
-
-    @staticmethod
-    def _is_due(standing: Standing, now_s: float) -> bool:
-        first_due_s = standing.first_due_s if standing.first_token_at is None else math.inf
-        return min(first_due_s, standing.last_due_s) <= now_s
+        return late + [s for s in running if standing_of(s).due_s <= now_s]
 
     def charge(self, places: list[int], counts: list[int]) -> None:
         """Charges tenants, by their places, for a step that computes `counts` tokens of
@@ -347,8 +339,3 @@ class ServiceQueue:
         """Asserts that the table holds the waiting sequences."""
         self.table.check_integrity(waiting)
         self.state.shares.check_integrity()
-
-
-def rows_of_decoding(decoding: Items[Sequence]) -> StepWork:
-    """Returns the work of a step in which these sequences decode."""
-    return StepWork(len(decoding), 0, sum([s.num_tokens for s in decoding]))

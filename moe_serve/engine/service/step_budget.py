@@ -9,8 +9,11 @@ must not stop the reading of prompts.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import replace
 
+from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.service.step_model import StepModel, StepWork
 
 _MARGIN = 0.15  # of the predicted time
@@ -61,3 +64,14 @@ def shared_out(total: int, wanted: list[int], page_size: int) -> list[int]:
             if given[rank] == wanted[rank]:
                 open_ranks.remove(rank)
     return given
+
+
+def rows_of_decoding(decoding: Items[Sequence]) -> StepWork:
+    """Returns the work of a step in which these sequences decode."""
+    return StepWork(len(decoding), 0, sum([s.num_tokens for s in decoding]))
+
+
+def least_tpot_s(decoding: Iterable[Sequence]) -> float | None:
+    """Returns the tightest target for the time between tokens; None: none of them has one."""
+    targets = [s.request.service.targets.tpot_s for s in decoding]
+    return min((each for each in targets if each is not None), default=None)

@@ -99,11 +99,10 @@ class WaitingTable:
         assert standing is not None, f"sequence {sequence.id} was not given a standing"
         if row == self._floats.shape[1]:
             self._grow()
-        has_first = standing.first_token_at is not None
         self._floats[:, row] = (
             standing.queued_s,
             standing.deadline_s,
-            standing.last_due_s if has_first else min(standing.first_due_s, standing.last_due_s),
+            standing.due_s,
             standing.num_left,
             math.log(request.service.weight),
             request.priority,
