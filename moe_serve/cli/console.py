@@ -12,7 +12,9 @@ import contextlib
 import errno
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -103,6 +105,21 @@ def _discard_output() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
+
+
+@contextlib.contextmanager
+def ending_at_interrupt(status: int = 128 + signal.SIGINT) -> Iterator[None]:
+    """Ends the process at once at Ctrl-C while nothing is open that must be closed: while large
+    modules are imported, some of which swallow a KeyboardInterrupt and are broken afterwards."""
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_default or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(status))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def check_output(*paths: Path | None) -> None:

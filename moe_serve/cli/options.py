@@ -24,13 +24,13 @@ import typer
 
 T = TypeVar("T")
 REQUIRED: Any = ...  # in place of a default
-_PARAMETER, _KEY = "parameter", "key"
+_PARAMETER, _KEY, _NAMES = "parameter", "key", "names"
 
 
 def option(default: T, *flags: str, key: str = "", **how: Any) -> T:
     """Declares an option; `how` goes to `typer.Option`. `key` is the configuration key that it
     sets, if it is a setting. The default may be REQUIRED."""
-    return _declared(default, typer.Option(*flags, **how), key)
+    return _declared(default, typer.Option(*flags, **how), key, flags)
 
 
 def argument(default: T, *, key: str = "", **how: Any) -> T:
@@ -38,9 +38,9 @@ def argument(default: T, *, key: str = "", **how: Any) -> T:
     return _declared(default, typer.Argument(**how), key)
 
 
-def _declared(default: T, parameter: object, key: str) -> T:
+def _declared(default: T, parameter: object, key: str, names: tuple[str, ...] = ()) -> T:
     value = MISSING if default is REQUIRED else default
-    return cast(T, field(default=value, metadata={_PARAMETER: parameter, _KEY: key}))
+    return cast(T, field(default=value, metadata={_PARAMETER: parameter, _KEY: key, _NAMES: names}))
 
 
 def with_options(kind: type[T]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -83,7 +83,7 @@ def setting_flags(options: object) -> tuple[str, ...]:
     words: list[str] = []
     for flag, value in _given(options):
         for item in value if isinstance(value, list) else [value]:
-            words += [f"--{flag.field.name.replace('_', '-')}", str(item)]
+            words += [flag.name] if item is True else [flag.name, str(item)]
     return tuple(words)
 
 
@@ -102,6 +102,11 @@ class _Flag:
     @property
     def key(self) -> str:
         return str(self.field.metadata[_KEY])
+
+    @property
+    def name(self) -> str:
+        own = f"--{self.field.name.replace('_', '-')}"
+        return next((name for name in self.field.metadata[_NAMES] if name.startswith("--")), own)
 
     def parameter(self) -> inspect.Parameter:
         default = self.field.default

@@ -165,3 +165,23 @@ def test_control_characters_of_a_file_are_shown_as_escapes(capsys: Capture) -> N
     printed = capsys.readouterr().out
     assert "\x1b]0" not in printed and "\x07" not in printed and "\x9b" not in printed
     assert "evil\\x1b]0;title" in printed and "again\\x9b31m" in printed
+
+
+def test_an_interrupt_during_an_import_is_not_swallowed() -> None:
+    """Some modules catch every exception of what they import, and go on without it."""
+    code = """
+import os, signal, time
+from moe_serve.cli.console import ending_at_interrupt
+former = signal.getsignal(signal.SIGINT)
+with ending_at_interrupt():
+    pass
+assert signal.getsignal(signal.SIGINT) is former
+with ending_at_interrupt():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+    except BaseException:
+        pass
+"""
+    ended = subprocess.run([sys.executable, "-c", code], check=False, env=server_environment({}))
+    assert ended.returncode == 130

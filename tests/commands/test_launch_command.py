@@ -72,6 +72,21 @@ def test_the_same_command_reads_back() -> None:
     )  # fmt: skip
 
 
+def test_adapters_reach_every_node() -> None:
+    made = request(
+        model="m",
+        attention_ranks=1,
+        expert_ranks=2,
+        enable_lora=True,
+        lora_modules=["a=x", "b=y"],
+        pin_adapters=["a"],
+    )
+    assert made.settings["adapters.modules"] == ["a=x", "b=y"]
+    assert made.command.arguments(node_rank=1)[-7:] == (
+        "--enable-lora", "--lora-modules", "a=x", "--lora-modules", "b=y", "--pin-adapter", "a",
+    )  # fmt: skip
+
+
 def test_a_nodes_view_can_be_printed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"SLURM_JOB_ID": "1", "SLURM_NODEID": "1", "SLURM_NNODES": "2"}
     variables["SLURM_JOB_NODELIST"] = "n[1-2]"
@@ -167,6 +182,18 @@ def test_a_node_that_does_not_find_node_0(capsys: Capture, monkeypatch: pytest.M
     at = ("--node-rank", "1", "--num-nodes", "2", "--coordinator", "127.0.0.1:9")
     assert run("m", *RANKS, *at) == 1, "not a mistake in what was asked for"
     assert "node 1 does not find node 0 at 127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_a_node_that_joins_says_what_it_looks_for(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_SERVE_CLUSTER_SECRET", "x" * 40)
+    monkeypatch.setenv("MOE_SERVE_CLUSTER_START_TIMEOUT_S", "1")
+    monkeypatch.setattr(launch_node.logging, "basicConfig", lambda **_: None)
+    assert run("--join", "127.0.0.1:9", "--node", "n", "--places", "1") == 1
+    captured = capsys.readouterr()
+    assert "node n looks for the launch at 127.0.0.1:9, for up to 1 s" in captured.out
+    assert "node n does not find node 0 at 127.0.0.1:9" in captured.err
 
 
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes", "systemd", "shell"])

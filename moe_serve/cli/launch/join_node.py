@@ -31,6 +31,8 @@ def join_launch(
     secret = find_secret(options.nodes.secret_file, environ, is_needed=True)
     # Before it connects, as the ranks of this node read the files from its own disk.
     local_model(loaded.config.engine.model.path, is_quiet=is_json_log())
+    limit = loaded.config.engine.cluster.start_timeout_s
+    tell(f"node {node.name} looks for the launch at {node.coordinator}, for up to {limit:g} s")
 
     def find(timeout_s: float) -> Channel[AgentMessage]:
         channel = connect_joining(node, socket.gethostname(), secret, timeout_s)

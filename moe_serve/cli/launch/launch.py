@@ -12,7 +12,7 @@ from typing import Literal
 
 import typer
 
-from moe_serve.cli.console import refuse_a_file
+from moe_serve.cli.console import ending_at_interrupt, refuse_a_file
 from moe_serve.cli.launch.join_options import joining_node
 from moe_serve.cli.launch.launch_options import (
     LaunchOptions,
@@ -180,7 +180,8 @@ def launch(options: LaunchOptions) -> None:
     if options.nodes.join is not None:
         node = joining_node(options)
         # Imported late, as below.
-        from moe_serve.cli.launch.join_node import join_launch
+        with ending_at_interrupt():
+            from moe_serve.cli.launch.join_node import join_launch
 
         join_launch(options, node, os.environ)
         return
@@ -191,7 +192,8 @@ def launch(options: LaunchOptions) -> None:
         raise typer.Exit(run_from_here(request, os.environ))
     else:
         # Imported late, as it is slow: `--help` and typing errors must answer at once.
-        from moe_serve.cli.launch.launch_node import run_node
+        with ending_at_interrupt():
+            from moe_serve.cli.launch.launch_node import run_node
 
         run_node(request, os.environ, has_to_print=run.print_config)
 

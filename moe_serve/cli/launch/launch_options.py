@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from moe_serve.cli.options import argument, option, setting_flags, settings
+from moe_serve.cli.serve.adapter_options import AdapterOptions
 from moe_serve.cli.serve.event_options import EventOptions
 from moe_serve.cli.serve.rank_options import RankCounts, RankOptions
 from moe_serve.cli.serve.server_options import (
@@ -162,6 +163,7 @@ class LaunchOptions:
     start: StartOptions
     files: EmitOptions
     compute: ModelOptions
+    adapters: AdapterOptions
     batches: BatchOptions
     listen: ListenOptions
     api_key: list[str] | None = option(

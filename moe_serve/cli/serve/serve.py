@@ -12,6 +12,7 @@ from pathlib import Path
 
 import typer
 
+from moe_serve.cli.console import ending_at_interrupt
 from moe_serve.cli.options import argument, option, settings, with_options
 from moe_serve.cli.serve.adapter_options import AdapterOptions
 from moe_serve.cli.serve.event_options import EventOptions
@@ -138,6 +139,7 @@ def _run(loaded: LoadedConfig, *, has_to_print: bool) -> None:
     check_can_listen(loaded.config.server)
 
     # Imported late, as it is slow: `--help`, typing errors and a taken port must answer at once.
-    from moe_serve.cli.serve.service import run_service
+    with ending_at_interrupt():
+        from moe_serve.cli.serve.service import run_service
 
     run_service(loaded.config, settings=loaded.entries)
