@@ -17,10 +17,11 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from moe_serve.errors import ConfigError, shortened
 
+RunawaysName = Literal["demote", "end"]  # what happens to an answer over its predicted limit
 MAX_TIERS = 16
 MAX_TARGET_S = 604800.0  # a week
 TIER_RANGES: Mapping[str, tuple[float, float]] = {
@@ -29,6 +30,7 @@ TIER_RANGES: Mapping[str, tuple[float, float]] = {
     "tpot_s": (0.0001, 3600.0),
     "e2e_s": (0.001, MAX_TARGET_S),
     "max_output_tokens": (1, 2**31 - 1),
+    "predicted_output_limit": (1, 1000),
 }
 TIERS_TAKE = (
     f"a mapping of at most {MAX_TIERS} names to settings, such as "
@@ -37,7 +39,8 @@ TIERS_TAKE = (
 _NAME = re.compile(r"[a-z0-9_-]{1,32}")
 _RESERVED = ("auto",)  # as a service_tier it leaves the choice to the server
 _FIELD_OF = {"sheddable": "is_sheddable"}  # the names in YAML that differ from the class's
-_FIELDS = (*TIER_RANGES, "sheddable")
+_RUNAWAYS: tuple[RunawaysName, ...] = get_args(RunawaysName)
+_FIELDS = (*TIER_RANGES, "sheddable", "runaways")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,8 @@ class TierConfig:
     e2e_s: float | None = None  # from the arrival to the last token
     is_sheddable: bool = False  # YAML: sheddable; may be refused when its target cannot be met
     max_output_tokens: int | None = None  # a hard limit of every answer; None: none
+    predicted_output_limit: float | None = None  # times the P90 of recent answers; None: none
+    runaways: RunawaysName = "demote"  # answers over this: go behind their tier, or end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +178,10 @@ def _checked(own: str, field: str, written: Written) -> object:
         if isinstance(value, bool):
             return value
         raise _wrong(f"{own}.{field}", written.value, written.source, "true or false")
+    if field == "runaways":
+        if value in _RUNAWAYS:
+            return value
+        raise _wrong(f"{own}.{field}", value, written.source, " or ".join(_RUNAWAYS))
     if value is None and _default(field) is None:
         return None
     low, high = TIER_RANGES[field]
@@ -202,7 +211,7 @@ def _plain(value: object) -> object:
 
 
 def _check_targets(tier: TierConfig, own: str, source: str) -> None:
-    """Refuses targets that contradict each other, and a sheddable tier that nothing could shed."""
+    """Refuses targets that contradict each other, and settings that nothing could follow."""
     if (clash := contradiction(tier.ttft_s, tier.tpot_s, tier.e2e_s)) is not None:
         first, second = clash
         raise ConfigError(
@@ -213,6 +222,11 @@ def _check_targets(tier: TierConfig, own: str, source: str) -> None:
         raise ConfigError(
             f"{own} is sheddable but has no target that could be missed ({source}): set ttft_s or "
             "e2e_s too, or leave sheddable out."
+        )
+    if tier.runaways != "demote" and tier.predicted_output_limit is None:
+        raise ConfigError(
+            f"{own} has runaways {tier.runaways} but no limit that an answer could reach "
+            f"({source}): set predicted_output_limit too, or leave runaways out."
         )
 
 

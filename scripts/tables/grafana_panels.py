@@ -320,6 +320,7 @@ _SERVICE = (
         queries={
             "refused: {{tier}}": _rate("tier_refused_total", "tier"),
             "relegated: {{tier}}": _rate("tier_relegated_total", "tier"),
+            "runaways: {{tier}}": _rate("tier_runaways_total", "tier"),
             "expired: {{tier}}": _rate("tier_expired_total", "tier"),
             "promises {{outcome}}": _rate("tier_promises_total", "outcome"),
         },

@@ -16,7 +16,7 @@ VARIABLE = "MOE_SERVE_SCHEDULER_TIERS"
 TIERS = (
     TierConfig(name="interactive", weight=4.0, ttft_s=1.0, tpot_s=0.1, max_output_tokens=100),
     TierConfig(name="flex", e2e_s=600.0, is_sheddable=True),
-    TierConfig(name="0_-"),
+    TierConfig(name="0_-", predicted_output_limit=4.0, runaways="end"),
 )
 FILE = """\
 scheduler:
@@ -25,11 +25,12 @@ scheduler:
     flex:
       e2e_s: 600
       sheddable: yes
-    0_-:
+    0_-: {predicted_output_limit: 4, runaways: end}
 """
 JSON = """\
 {"interactive": {"weight": 4, "ttft_s": 1, "tpot_s": 0.1, "max_output_tokens": 100},
- "flex": {"e2e_s": 600, "sheddable": true, "ttft_s": null}, "0_-": {}}"""
+ "flex": {"e2e_s": 600, "sheddable": true, "ttft_s": null},
+ "0_-": {"predicted_output_limit": 4, "runaways": "end"}}"""
 
 
 def load(tmp_path: Path, text: str = "", variable: str = "") -> LoadedConfig:
@@ -93,6 +94,13 @@ def test_a_tier_is_found_by_its_name() -> None:
         ("{a: {sheddable: maybe}}", r"sheddable cannot be 'maybe'"),
         ("{a: {max_output_tokens: 1.5}}", r"max_output_tokens cannot be 1\.5 .* an integer in \[1"),
         ("{a: {max_output_tokens: 0}}", r"max_output_tokens cannot be 0"),
+        ("{a: {predicted_output_limit: 0.5}}", r"limit cannot be 0\.5 .* in \[1, 1000\], or null"),
+        (
+            "{a: {predicted_output_limit: 2, runaways: stop}}",
+            r"runaways cannot be 'stop' \(.*:2\): it takes demote or end",
+        ),
+        ("{a: {runaways: [end]}}", r"runaways cannot be \['end'\]"),
+        ("{a: {runaways: end}}", r"a has runaways end but no limit .*set predicted_output_limit"),
         ("{a: {ttft_s: 2, e2e_s: 1}}", r"tiers\.a has e2e_s 1 below its ttft_s 2 \(.*:2\)"),
         ("{a: {tpot_s: 2, e2e_s: 1}}", r"has e2e_s 1 below its tpot_s 2"),
         ("{a: {sheddable: true}}", r"is sheddable but has no target that could be missed"),

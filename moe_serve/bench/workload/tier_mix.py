@@ -98,6 +98,8 @@ class TierMix:
                 "e2e_s": tier.e2e_s,
                 "sheddable": tier.is_sheddable,
                 "max_output_tokens": tier.max_output_tokens,
+                "predicted_output_limit": tier.predicted_output_limit,
+                "runaways": tier.runaways,
             }
             for tier, share in zip(self.tiers, self.shares, strict=True)
         }

@@ -34,6 +34,7 @@ class TierCounts:
     num_refused: int = 0  # before they were queued, as their target could not be met
     num_expired: int = 0  # strict ones, ended because their deadline had passed
     num_relegated: int = 0  # moved behind all others, as their target could not be met
+    num_runaways: int = 0  # answers that reached the predicted limit of their tier
     num_promises_kept: int = 0
     num_promises_broken: int = 0
     num_urgent_preemptions: int = 0  # running ones that gave their seat to a more urgent request
@@ -71,6 +72,7 @@ class ServiceStats:
 
     order: str = ""  # the name of the policy: atc
     tiers: tuple[TierCounts, ...] = ()
+    output_limits: tuple[float, ...] = ()  # of new answers, by tier; infinite: none
     tenants: tuple[TenantCounts, ...] = ()  # at most `MAX_TENANTS`, most service first
     num_tenants: int = 0  # that are remembered
     jain_index: float = 1.0  # of the service of the tenants that want any: 1 is even

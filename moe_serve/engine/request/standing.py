@@ -30,6 +30,8 @@ class Standing:
     first_token_at: float | None = None
     num_urgent_preemptions: int = 0
     is_relegated: bool = False
+    output_limit: float = math.inf  # tokens with which its answer is a runaway, set at its arrival
+    is_runaway: bool = False  # its answer has so many tokens
 
     @property
     def due_s(self) -> float:

@@ -73,7 +73,10 @@ class StepService:
 
     def restart(self, sequence: Sequence, num_cached: int) -> None:
         """Notes a preempted sequence that will wait."""
-        standing_of(sequence).num_left = sequence.num_tokens - num_cached
+        standing = standing_of(sequence)
+        standing.num_left = sequence.num_tokens - num_cached
+        if standing.is_runaway:
+            standing.queued_s = self.state.steady()  # it waits as long as a new one at most
 
     def leave(self, sequence: Sequence, *, had_seat: bool, is_end: bool) -> None:
         """Notes a sequence that has ended, or that goes to another engine with its standing."""
@@ -132,7 +135,7 @@ class StepService:
 
     def is_due(self, running: Items[Sequence]) -> bool:
         """Returns whether a step must be scheduled anew: a sequence may have to end or to yield."""
-        return self._preemption.may_preempt() or bool(self.queue.expired(running))
+        return self._preemption.may_preempt(running) or bool(self.queue.expired(running))
 
     def expired(self, running: Items[Sequence]) -> list[Sequence]:
         """Returns the strict sequences whose deadlines have passed, which the engine then ends."""
@@ -184,9 +187,14 @@ class StepService:
 
     def got_tokens(self, sequence: Sequence, reason: FinishReason | None) -> None:
         """Notes that a sequence got tokens, and why it ended, if it did. Of those between the first
-        and the last token nothing is noted."""
+        and the last token nothing is noted, unless its answer has become a runaway."""
         standing = sequence.standing
-        if standing is None or (reason is None and standing.first_token_at is not None):
+        if standing is None:
+            return
+        if sequence.num_output_tokens >= standing.output_limit and not standing.is_runaway:
+            standing.is_runaway = True
+            self.state.ledger.add(standing.tier, "num_runaways")
+        if reason is None and standing.first_token_at is not None:
             return
         now = self.state.clock()
         self.state.policy.got_token(sequence, now)

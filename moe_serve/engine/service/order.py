@@ -4,7 +4,8 @@ Keys are seconds, and the smallest goes first. On top of every rule:
 
     preempted, oldest first  <  waited for max_wait_s, oldest first  <  the rule  <  demoted
 
-A request of a tenant that has had more than its share goes by age after twice `max_wait_s`.
+A request of a tenant that has had more than its share goes by age after twice `max_wait_s`, and so
+does one whose answer became a runaway: both go behind the others of their tier.
 docs/internals/deadlines.md has the theory.
 """
 
@@ -36,6 +37,13 @@ def check_order(config: SchedulerConfig) -> None:
     order = resolved_order(config)
     if order in BY_DEADLINE:
         return
+    for tier in config.tiers:
+        if tier.predicted_output_limit is not None and tier.runaways == "demote":
+            raise ConfigError(
+                f"scheduler.tiers.{tier.name} demotes answers over its predicted_output_limit, "
+                f"which needs an order by deadlines, but the order is {order!r}: set "
+                "scheduler.order to 'atc' or 'edf', or runaways of the tier to end."
+            )
     for key, value, default in (
         ("preempt", config.preempt, "memory"),
         ("late", config.late, "keep"),
@@ -143,13 +151,17 @@ class StartOrder:
             table.is_late |= is_late
             keys = np.where(is_late, keys + _DEMOTED, keys)
         is_aged = age >= self._max_wait_s
+        is_preempted = table.is_preempted
+        if table.num_runaways:
+            is_preempted = is_preempted & ~table.is_runaway
+            is_ahead = table.is_runaway if is_ahead is None else is_ahead | table.is_runaway
         if is_ahead is not None and is_ahead.any():
             keys = behind_the_others(keys, is_ahead, table.tier, self.bucket_s)
             is_aged &= ~is_ahead | (age >= _HARD_BOUND * self._max_wait_s)
         if is_aged.any():
             keys = np.where(is_aged, _AGED + table.queued, keys)
         if table.num_preempted:
-            keys = np.where(table.is_preempted, _PREEMPTED + table.queued, keys)
+            keys = np.where(is_preempted, _PREEMPTED + table.queued, keys)
         return np.asarray(keys)
 
     def floors(self, table: WaitingTable, keys: Floats, token_s: float) -> Floats:

@@ -7,7 +7,13 @@ from collections.abc import Sequence as Items
 
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.service.service_queue import ServiceQueue, standing_of
-from moe_serve.engine.service.victims import Candidate, Newcomer, cheapest, for_urgent
+from moe_serve.engine.service.victims import (
+    MAX_URGENT_PREEMPTIONS,
+    Candidate,
+    Newcomer,
+    cheapest,
+    for_urgent,
+)
 
 
 class Preemption:
@@ -15,6 +21,10 @@ class Preemption:
 
     def __init__(self, queue: ServiceQueue) -> None:
         self._queue, self._state = queue, queue.state
+        self._demotes = any(
+            tier.predicted_output_limit is not None and tier.runaways == "demote"
+            for tier in queue.state.config.tiers
+        )
         self.is_urgent = queue.is_ordered and queue.state.config.preempt == "deadline"
 
     def for_pages(self, running: Items[Sequence]) -> Sequence:
@@ -28,9 +38,11 @@ class Preemption:
         """Returns a waiting sequence that should start at once, and the running one that gives its
         seat to it; None: none should. `share_lost`: of a victim's pages, the share that others will
         probably take before it is back."""
-        newcomer = self._newcomer()
+        newcomer = self._newcomer(running)
         if newcomer is None:
             return None
+        if (runaway := self._runaway(running)) is not None:
+            return newcomer, runaway
         budget = max(1, self._state.config.max_batched_tokens)
         standing, state = standing_of(newcomer), self._state
         latest_s = standing.deadline_s - state.steady() - standing.num_left * state.token_s
@@ -44,14 +56,24 @@ class Preemption:
         found = for_urgent(wanted, candidates, self._away_s(running))
         return None if found is None else (newcomer, by_id[found])
 
-    def may_preempt(self) -> bool:
+    def may_preempt(self, running: Items[Sequence]) -> bool:
         """Returns whether some waiting sequence might get a seat from a running one."""
-        return self.is_urgent and len(self._queue.table) > self._queue.table.num_preempted
+        if len(self._queue.table) <= self._queue.table.num_preempted:
+            return False
+        return self.is_urgent or self._runaway(running) is not None
 
-    def _newcomer(self) -> Sequence | None:
+    def _runaway(self, running: Items[Sequence]) -> Sequence | None:
+        """Returns the running sequence with the longest runaway answer that may still be put back
+        for a waiting one."""
+        if not self._demotes:
+            return None
+        found = [s for s in running if standing_of(s).is_runaway and _may_yield(s)]
+        return max(found, key=lambda s: (s.num_output_tokens, -s.id), default=None)
+
+    def _newcomer(self, running: Items[Sequence]) -> Sequence | None:
         """Returns the most urgent waiting sequence that never ran."""
         table = self._queue.table
-        if not self.may_preempt():
+        if not self.may_preempt(running):
             return None
         if not table.num_preempted:
             first = self._queue.first()
@@ -92,6 +114,8 @@ class Preemption:
     def _slack_s(self, sequence: Sequence, num_left: int) -> float:
         """Returns the seconds that a running sequence may lose without missing a target."""
         standing, state = standing_of(sequence), self._state
+        if standing.is_runaway:
+            return math.inf
         targets = sequence.request.service.targets
         slack_s, left_s = math.inf, num_left * state.step_s
         if standing.first_token_at is None:
@@ -104,3 +128,8 @@ class Preemption:
             allowed_s = targets.tpot_s * (sequence.num_output_tokens - 1 + num_left)
             slack_s = min(slack_s, allowed_s - (now - standing.first_token_at) - left_s)
         return slack_s
+
+
+def _may_yield(sequence: Sequence) -> bool:
+    """Returns whether a sequence may give its seat to another one once more."""
+    return standing_of(sequence).num_urgent_preemptions < MAX_URGENT_PREEMPTIONS

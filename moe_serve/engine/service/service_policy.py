@@ -22,6 +22,7 @@ from moe_serve.engine.service.arrivals import RecentArrivals
 from moe_serve.engine.service.forecast_calibration import Factors, ForecastCalibration, error_of
 from moe_serve.engine.service.ledger import Ledger
 from moe_serve.engine.service.lengths.answer_lengths import AnswerEnds, AnswerLengths, TierLengths
+from moe_serve.engine.service.lengths.output_limits import OutputLimits
 from moe_serve.engine.service.lengths.predicted_lengths import predicted_lengths
 from moe_serve.engine.service.order import (
     BY_DEADLINE,
@@ -56,6 +57,7 @@ class ServicePolicy:
         self._calibrations = [ForecastCalibration() for _ in names]
         self.lengths: AnswerLengths = TierLengths(len(names)) if lengths is None else lengths
         self.ends = AnswerEnds()
+        self.limits = OutputLimits(config.tiers)
         self._usual_tokens = 0.0
         self._tokens = 0.0, 0.0  # of recent prompts: all, and those that were not cached
         self._token_s: dict[int, float] = {}  # to read a prompt token, by the measured cells
@@ -158,6 +160,7 @@ class ServicePolicy:
         is_cut = sequence.num_output_tokens == sequence.rules.max_tokens
         self.lengths.note(sequence, standing.tier, is_complete=not is_cut)
         self.ends.note(sequence.num_output_tokens, is_complete=not is_cut)
+        self.limits.note(standing.tier, sequence.num_output_tokens, is_complete=not is_cut)
         if service.workflow:
             self.workflows.ended(service.tenant, service.workflow, service.stage, now)
 
@@ -178,6 +181,7 @@ class ServicePolicy:
         return ServiceStats(
             order=self.order_name,
             tiers=self.ledger.snapshot(refused),
+            output_limits=self.limits.snapshot(),
             tenants=self.shares.top(self.tier_names),
             num_tenants=self.shares.num_remembered,
             jain_index=self.shares.jain_index,

@@ -8,7 +8,7 @@ depends on the rows of all of them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -90,6 +90,7 @@ class ServiceState:
             if targets.e2e_s is not None:
                 standing.last_due_s = queued_s + targets.e2e_s
         may_refuse = targets.is_strict or service.is_sheddable
+        self._limit_output(sequence, standing)
         standing.is_promised = may_refuse and targets.ttft_s is not None
         policy.note_prompt(sequence.num_tokens, num_left)
         work_s = num_left * self.token_s
@@ -99,6 +100,17 @@ class ServiceState:
         standing.raw_s = self._accepted_s(sequence)
         sequence.standing = standing
         return standing
+
+    def _limit_output(self, sequence: Sequence, standing: Standing) -> None:
+        """Gives a new sequence the predicted limit of its tier, if the client's own is not lower. A
+        tier that ends runaways makes it the limit of the answer."""
+        limit, most = self.policy.limits.of(standing.tier), sequence.rules.max_tokens
+        limit = max(limit, float(sequence.request.params.min_tokens))
+        if limit >= (math.inf if most is None else most):
+            return
+        standing.output_limit = limit
+        if self.config.tiers[standing.tier].runaways == "end":
+            sequence.rules = replace(sequence.rules, max_tokens=int(limit))
 
     def _accepted_s(self, sequence: Sequence) -> float | None:
         """Returns the forecast with which a new sequence was accepted, without correction."""

@@ -73,6 +73,7 @@ class ServiceWindow:
             "refused_total": counts.num_refused,
             "expired_total": counts.num_expired,
             "relegated_total": counts.num_relegated,
+            "runaways_total": counts.num_runaways,
             "kept_total": counts.num_promises_kept,
             "broken_total": counts.num_promises_broken,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from moe_serve.engine.request.service_stats import (
@@ -56,6 +57,11 @@ def _promises(stats: ServiceStats) -> Samples:
             ("broken", counts.num_promises_broken),
         )
     }
+
+
+def _output_limits(stats: ServiceStats) -> Samples:
+    limits = zip(stats.tiers, stats.output_limits, strict=False)
+    return {(counts.tier,): limit for counts, limit in limits if math.isfinite(limit)}
 
 
 def _of_tenant(value: Callable[[TenantCounts], float]) -> Callable[[ServiceStats], Samples]:
@@ -129,6 +135,19 @@ SERVICE_ROWS: tuple[MetricRow, ...] = (
         "relegated",
         "Sequences that were moved behind the others because their target was out of reach.",
         _each(lambda c: c.num_relegated),
+        "tier",
+    ),
+    _tiers.counter(
+        "runaways",
+        "Sequences whose answers reached the predicted limit of their tier "
+        "(predicted_output_limit).",
+        _each(lambda c: c.num_runaways),
+        "tier",
+    ),
+    _tiers.gauge(
+        "predicted_output_limit_tokens",
+        "This limit for a new sequence, as the recent answers of the tier are; absent: none yet.",
+        _output_limits,
         "tier",
     ),
     _tiers.counter(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from moe_serve.cache.histogram import Histogram
 from moe_serve.engine.request.service_stats import (
     DECISION_BOUNDS,
@@ -25,12 +27,14 @@ CHAT = TierCounts(
     num_e2e_met=1,
     tardiness_s=2.5,
     num_refused=3,
+    num_runaways=2,
     num_promises_kept=5,
     num_promises_broken=1,
 )
 STATS = ServiceStats(
     order="atc",
     tiers=(CHAT, TierCounts(tier="flex", num_expired=2)),
+    output_limits=(400.0, math.inf),
     tenants=(
         TenantCounts(tier="interactive", tenant="acme", service_s=6.0, num_finished=4, num_good=3),
         TenantCounts(tier="interactive", tenant="user:bob <img>", service_s=3.0),
@@ -71,6 +75,8 @@ def test_counts_of_every_tier() -> None:
         'tier_weighted_tardiness_seconds_total{tier="interactive"} 2.5',
         'tier_refused_total{tier="interactive"} 3.0',
         'tier_expired_total{tier="flex"} 2.0',
+        'tier_runaways_total{tier="interactive"} 2.0',
+        'tier_predicted_output_limit_tokens{tier="interactive"} 400.0',
         'tier_promises_total{outcome="kept",tier="interactive"} 5.0',
         'tier_promises_total{outcome="broken",tier="interactive"} 1.0',
         "first_token_forecast_error_ratio 0.2",
@@ -82,6 +88,7 @@ def test_counts_of_every_tier() -> None:
         "order_decision_seconds_sum 0.5",
     ):
         assert f"moe_serve:{line}" in found
+    assert not any("limit" in line and "flex" in line for line in found), "it has none"
     assert not any('target="tpot"' in line for line in found), "no request had that target"
 
 

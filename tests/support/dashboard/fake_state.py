@@ -177,6 +177,7 @@ def _service() -> dict[str, Any]:
             "refused_total": 12,
             "expired_total": 1,
             "relegated_total": 34,
+            "runaways_total": 5,
             "kept_total": 97,
             "broken_total": 3,
         }

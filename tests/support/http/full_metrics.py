@@ -77,6 +77,7 @@ def full_stats() -> EngineStats:
         service=ServiceStats(
             order="atc",
             tiers=(TierCounts(tier="interactive", num_with_ttft=1),),
+            output_limits=(40.0,),
             tenants=(TenantCounts(tier="interactive", tenant="acme", service_s=1.0),),
             forecast=ForecastError(num_compared=1),
         ),

@@ -60,6 +60,7 @@ class AnswerEnds:
     def __init__(self) -> None:
         self._recent: deque[tuple[int, bool]] = deque(maxlen=2 * _NUM_RECENT)
         self._num_noted = 0
+        self.num_complete = 0  # of the answers in `survival`, those that were not cut off
         self.survival = Survival(np.zeros(0), np.zeros(0))
 
     def most_tokens(self, sequence: Sequence) -> float:
@@ -67,13 +68,15 @@ class AnswerEnds:
         most = sequence.rules.max_tokens
         return math.inf if most is None else float(most)
 
-    def note(self, length: int, *, is_complete: bool) -> None:
-        """Learns from an answer that ended."""
+    def note(self, length: int, *, is_complete: bool) -> bool:
+        """Learns from an answer that ended. Returns whether `survival` is new."""
         self._recent.append((length, is_complete))
         self._num_noted += 1
         if self._num_noted % _EVERY:
-            return
+            return False
         table = np.array(sorted(self._recent), dtype=np.float64)
         at_risk = np.arange(len(table), 0, -1)
         shares = np.cumprod(1.0 - table[:, 1] / at_risk)
         self.survival = Survival(table[:, 0], np.asarray(shares, dtype=np.float64))
+        self.num_complete = int(table[:, 1].sum())
+        return True

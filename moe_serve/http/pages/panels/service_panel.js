@@ -16,6 +16,7 @@ const COLUMNS = [
   ["Refused", "since the start: refused because the target could not be met"],
   ["Expired", "since the start: strict requests that were ended at their deadline"],
   ["Relegated", "since the start: moved behind the others because the target was out of reach"],
+  ["Runaways", "since the start: answers that reached the predicted limit of their tier"],
   ["Broken", "since the start: accepted requests whose target was not kept, of all that could have been refused"],
 ];
 
@@ -73,7 +74,7 @@ class TierRow {
   update(tier) {
     setText(this.title, tier.name);
     setText(this.targets, ` ${targetsOf(tier)}`);
-    const [ended, , ttft, tpot, e2e, late, refused, expired, relegated, broken] = this.cells;
+    const [ended, , ttft, tpot, e2e, late, refused, expired, relegated, runaways, broken] = this.cells;
     setText(ended, count(tier.finished));
     this.kept.update({
       name: "",
@@ -86,6 +87,7 @@ class TierRow {
     setText(refused, count(tier.refused_total));
     setText(expired, count(tier.expired_total));
     setText(relegated, count(tier.relegated_total));
+    setText(runaways, count(tier.runaways_total));
     setText(broken, `${count(tier.broken_total)} of ${count(tier.broken_total + tier.kept_total)}`);
   }
 }
