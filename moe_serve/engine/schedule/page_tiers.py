@@ -28,7 +28,7 @@ from moe_serve.engine.schedule.store_loads import RecentSteps, StoreLoad, StoreL
 _PAGES_PER_STEP = 16  # most pages copied for the store in a step
 _SPREAD_STEPS = 64  # steps over which a burst of full pages is copied
 _TOGETHER = 4  # least pages copied in a step, as the first one takes longest
-_BEHIND_SHARE = 8  # share of the cache that may wait to be copied: more could be evicted before
+_BEHIND_SHARE = 8  # one in so many pages of the cache may wait to be copied; more could be evicted
 _MOST_QUEUED = 65536  # pages that wait to be copied
 
 

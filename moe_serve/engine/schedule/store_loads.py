@@ -25,7 +25,7 @@ _MOST_LATE = 3  # times in turn that loads took until their deadline: the store 
 _MOST_LOADS = 2  # of one sequence: pages that are evicted at once are not read for ever
 _WAIT_S = 0.005  # for the store, while nothing else is to be done
 _CLOSE_S = 10.0  # for pages that are not stored yet, at the end
-_LEAST_ENTERED = 16  # pages of a running load handed over together
+_LEAST_ENTERED = 16  # fewer pages of a running load are not handed over
 _PROBE_PAGES, _PROBE_EVERY = 4, 32  # a small load after 0, 1, 2, 4 ... 32, 64, 96 that do not pay
 
 
