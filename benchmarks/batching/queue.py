@@ -59,7 +59,7 @@ class _Queue:
         self, routed: Routed, size: int, pool: int, policy: BatchPolicy,
         table: SignatureTable | None, has_predictor: bool, seed: int, tiers: TierGroups | None,
     ) -> None:  # fmt: skip
-        """`tiers`: those who wait are in groups of equal urgency; None: in one."""
+        """`tiers`: waiting requests are in groups of equal urgency; None: in one group."""
         self._routed, self._size, self._pool, self._policy = routed, size, pool, policy
         self._table, self._has_predictor = table, has_predictor
         self._rng, self._history = np.random.default_rng(seed), ChoiceHistory(routed.num_experts)

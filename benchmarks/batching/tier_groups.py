@@ -1,7 +1,7 @@
 """The waiting requests of a server with service tiers, in groups of equal urgency.
 
-The batch policy may choose only within a group, so tiers leave it less freedom than a queue without
-them. The order is the server's own (ATC); steps take 20 ms, and prompts have the lengths of a chat.
+The batch policy may choose only within a group, so it has less freedom than without tiers. The
+order is the server's own (ATC); steps take 20 ms, and prompts have the lengths of a chat.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def floors(plan: Plan, load: float) -> Table:
 
 
 def oracles(plan: Plan, load: float) -> Table:
-    """Shows how much of the top tier could be in time at best."""
+    """Prints the largest possible share of the top tier in time."""
     table = Table("trace", "seed", "top tier alone", "no schedule above")
     for setting, seed in plan.settings():
         found = best_possible(setting, load)

@@ -1,10 +1,10 @@
-"""How much of the top tier any schedule could serve in time, to be read beside its bar.
+"""Computes the largest share of the top tier that a schedule could serve in time, beside its bar.
 
-Two figures for each workload: the top tier alone on the same server, as if the requests of all
-others could be put off without end; and a bound that no schedule can pass. The bound takes the
-reading of prompts as one machine at its fastest rate, with nothing else to do. All requests of the
-tier have the same target, so deadlines are in order of arrival, and then the largest set that can
-be in time is found exactly (Kise, Ibaraki and Mine, Operations Research 26, 1978).
+There are two figures for each workload: the share of the top tier alone on the same server, as if
+the requests of all other tiers could be postponed without limit; and a bound for every schedule.
+The bound treats the server as one machine that only reads prompts, at its fastest rate. All
+requests of the tier have the same target, so deadlines are in order of arrival, and the largest set
+that can be in time is found exactly (Kise, Ibaraki and Mine, Operations Research 26, 1978).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def best_possible(setting: Setting, load: float) -> Oracle:
 
 
 def most_in_time(released: Sequence[float], work: Sequence[float], target_s: float) -> int:
-    """Returns how many jobs one machine can end within `target_s` of their release, at most.
+    """Returns the largest number of jobs that one machine can end within `target_s` of release.
     `released` grows. Jobs are taken in order; when one is late, the job without which the others
     end earliest is left out."""
     starts, taken = np.asarray(released, dtype=np.float64), np.asarray(work, dtype=np.float64)
@@ -84,7 +84,7 @@ def _ends_without_each(starts: Floats, work: Floats) -> Floats:
 
 
 def _last_block(starts: Floats, work: Floats, kept: list[int]) -> tuple[int, float]:
-    """Returns where the last jobs without a pause between them begin, and when they end."""
+    """Returns the index at which the last run of jobs without a pause begins, and its end."""
     block, end_s = 0, 0.0
     for place, job in enumerate(kept):
         if starts[job] >= end_s:

@@ -43,7 +43,7 @@ _LAYOUTS: Mapping[str, Mapping[str, int]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A batch: the adapter of each stream. `is_off`: of a server without adapters."""
+    """A batch: the adapter of each stream. `is_off`: it runs on a server without adapters."""
 
     name: str
     adapters: tuple[str | None, ...]

@@ -99,7 +99,7 @@ def _noted_calls() -> list[Call]:
         assert result.times is not None, "every call is timed"
         layers = int(result.times[-1, -1] - result.times[0, 0])
         calls.append(Call(begin, time.perf_counter_ns(), begin_cpu, time.thread_time_ns(), layers))
-        return replace(result, times=None)  # as nobody has asked for them
+        return replace(result, times=None)  # no request has asked for them
 
     noted: Callable[..., StackResult] = run
     NativeStack.__call__ = noted  # type: ignore[method-assign]

@@ -130,7 +130,7 @@ def streams_part(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def rotated(names: list[str], turn: int) -> list[str]:
-    """Returns the order of a round, in which each comes first in turn."""
+    """Returns the order of layouts in a round. Each layout is first in some round."""
     place = turn % len(names)
     return names[place:] + names[:place]
 

@@ -2,10 +2,10 @@
 
     python benchmarks/run.py cells_bar
 
-Four streams generate while long prompts arrive, with one prefill and one decode cell, with the same
-and a prefill cell of lower priority (`cells.prefill_nice`), and with two replicas. The layouts take
-turns on the same prompts, at each of the loads. The bar is the ratio of the P99 between two tokens
-of a stream to that of the replicas, at most 0.5.
+Four streams generate while long prompts arrive. The layouts are one prefill and one decode cell,
+the same with a prefill cell of lower priority (`cells.prefill_nice`), and two replicas. They take
+turns on the same prompts, at each of the loads. The bar is the P99 of the time between two tokens
+of a stream, over that of the replicas: at most 0.5.
 
 A P99 shows prompts only if more than 1% of the gaps meet one. So each load also has the share of
 the replicas' gaps above twice their median, and the ratio of the mean of the longest 1%.

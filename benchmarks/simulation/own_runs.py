@@ -8,10 +8,10 @@ The runs go through one engine in this process, so HTTP is not in them. Whole st
 before, between and after the runs. A run is simulated with the calibrations before and after it,
 and does not count if these differ by more than 5%.
 
-Two more figures of a run tell errors of the costs from those of the queue. `same steps` compares
-the measured and the predicted seconds of the steps that were really run. `+5%` is the change of the
-simulated median TPOT if all steps were 5% longer: in an open loop, requests then stay longer, more
-of them share a step, and the steps become longer still.
+Two more figures of a run separate errors of the costs from those of the queue. `same steps`
+compares the measured and the predicted seconds of the steps that were really run. `+5%` is the
+change of the simulated median TPOT if all steps were 5% longer: in an open loop, requests then stay
+longer, more of them share a step, and the steps become longer still.
 """
 
 from __future__ import annotations

@@ -187,8 +187,8 @@ def _prompts_seconds(
 
 
 def fit_shares(rows: Sequence[PublishedRow]) -> Efficiency:
-    """Fit the six shares: the smallest sum of |log error|, from the defaults. The first simplex is
-    wide, as the sum has kinks at which a small one stops."""
+    """Fits the six shares to the smallest sum of |log error|, from the defaults. The first simplex
+    is wide, as the sum has kinks at which a small one stops."""
     start = np.array([*(_logit(getattr(Efficiency(), name)) for name in _SHARES),
                       *(math.log(getattr(Efficiency(), name)) for name in _TIMES)])  # fmt: skip
 
@@ -244,7 +244,7 @@ def _table(values: dict[PublishedRow, float]) -> list[float]:
 
 
 def show_halves() -> None:
-    """Prints what two micro-batches gain over one, as published and as predicted."""
+    """Prints the published and the predicted gain of two micro-batches over one."""
     for row in HALVES:
         one, two = (predicted(replace(row, micro_batches=count)) for count in (1, 2))
         print(

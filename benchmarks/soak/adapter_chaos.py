@@ -76,7 +76,7 @@ class IdealLRU:
         self._lock = threading.Lock()
 
     def use(self, version: AdapterVersion) -> bool:
-        """Returns whether the content was there. It is, from now on."""
+        """Adds the content. Returns True if it was in the cache already."""
         with self._lock:
             found = self._held.pop(version.digest, None) is not None
             self._held[version.digest] = version.num_bytes
@@ -85,7 +85,7 @@ class IdealLRU:
             return found
 
     def keep(self, versions: Iterable[AdapterVersion]) -> None:
-        """Drops the contents that no name stands for any more."""
+        """Drops the contents that no name refers to any more."""
         digests = {version.digest for version in versions}
         with self._lock:
             self._held = {key: size for key, size in self._held.items() if key in digests}

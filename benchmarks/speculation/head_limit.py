@@ -3,8 +3,8 @@
 The head guesses behind every token of answers that were made without drafts, and its guesses are
 compared with the tokens that follow. v(n), the time of a step with n rows over one with one, and c,
 the time of a guess over that of a step, are measured as processor time in the same engine. Then the
-answers are stepped through again on paper: each step verifies some guesses, and takes v(1 + their
-number) + c x (the guesses that were made).
+time of the answers with drafts is computed: each step verifies some guesses, and takes v(1 + their
+number) + c x (the number of guesses made).
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _lines(
 
 
 def _by_confidence(rates: Mapping[int, float], least: float) -> Callable[[Place], tuple[int, int]]:
-    """Verifies guesses while they are probable enough; one more is made to find that out."""
+    """Verifies guesses while they are probable enough. The first improbable guess is made too."""
 
     def verified(place: Place) -> tuple[int, int]:
         survival = 1.0
@@ -149,8 +149,8 @@ def _shares_by_position(places: Sequence[Place]) -> list[float]:
 
 
 def _rates(places: Sequence[Place]) -> dict[int, tuple[float, float]]:
-    """Returns by bucket of confidence how often a guess is right once those before were, and the
-    bucket's share of such guesses."""
+    """Returns by bucket of confidence the share of right guesses among those after right ones, and
+    the bucket's share of such guesses."""
     tried, right = [0] * _BUCKETS, [0] * _BUCKETS
     for place in places:
         for count in range(min(_num_right(place) + 1, len(place.confidences))):

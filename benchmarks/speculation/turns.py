@@ -89,8 +89,8 @@ class Bench:
         open_weights: OpenWeights = open_checkpoint,
         clock: Clock = REAL_CLOCK,
     ) -> None:
-        """`self_experts` are those of a token while the model drafts for itself. `clock` is what
-        the controller measures with."""
+        """`self_experts` are those of a token while the model drafts for itself. `clock` is the
+        controller's clock."""
         self.config = EngineConfig(
             model=ModelConfig(
                 path=model,

@@ -1,8 +1,9 @@
 """Builds an adapter's weights, in the form that steps use, from the matrices of its files.
 
-A LoRA of attention stays two small matrices. So does a LoRA of experts, routed or shared, and of
-dense MLPs, where the kernels add it before the activation; else, or if asked for, it is merged into
-copies of these, and has the bits, and takes the memory, of a fine-tune of whole experts (ESFT).
+A LoRA of attention stays two small matrices. So does a LoRA of experts (routed or shared) and of
+dense MLPs, if the kernels can add it before the activation. Otherwise, or if the configuration says
+so, it is merged into copies of the experts: these have the bits of a fine-tune of whole experts
+(ESFT), and take as much memory.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class _LayerParts:
     """Holds the changes of an adapter in one layer, by part."""
 
     attention: dict[str, LowRankMatrices] = field(default_factory=dict)
-    mlp: dict[str, Tensor] = field(default_factory=dict)  # whole matrices, or what is merged
+    mlp: dict[str, Tensor] = field(default_factory=dict)  # whole matrices, or matrices to merge
     mlp_additions: dict[str, LowRankMatrices] = field(default_factory=dict)
     experts: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # without matrices: away
     additions: dict[int, dict[str, LowRankMatrices]] = field(default_factory=dict)  # likewise
@@ -52,7 +53,7 @@ class _LayerParts:
             parts[target.part] = matrix
 
     def add(self, target: AdaptedMatrix, added: LowRankMatrices | None) -> None:
-        """Takes the addition to an expert or MLP that is not merged; None: it is not held."""
+        """Keeps an addition that is not merged; None: this process does not hold the expert."""
         is_expert = target.kind == "expert"
         parts = self.additions.setdefault(target.expert, {}) if is_expert else self.mlp_additions
         if added is not None:
@@ -164,7 +165,7 @@ class AdapterBuilder:
         return AdapterExperts(bank=None, is_own_E=is_own_E, additions=made)
 
     def _added_to_mlp(self, changes: Mapping[str, LowRankMatrices]) -> Any:
-        """Returns the additions to the MLP that all rows pass, in the columns of this shard."""
+        """Returns the additions to the shared expert or dense MLP, in the columns of this shard."""
         kernels = self._loader.kernels.adapters
         assert kernels is not None, "kernels with additions"
         made = AdditionMaker(self._loader.device, self._loader.dtype).expert(changes)

@@ -98,8 +98,8 @@ def adapter_bytes(
 def _lora_bytes(
     shapes: Mapping[str, Shape], model: Path, spec: ModelSpec, itemsize: int, *, is_merging: bool
 ) -> AdapterBytes:
-    """In a LoRA of attention, A has the padded rank of each linear layer; one of MLPs or of experts
-    is added, or merged into copies."""
+    """Counts A of a LoRA of attention with the padded rank of each linear layer; a LoRA of MLPs or
+    experts counts as additions, or as merged copies."""
     names = family_of(HFConfig.read(model)).names_in(lambda _: True)
     ranks: dict[str, int] = {}
     for name, shape in shapes.items():
@@ -136,7 +136,7 @@ def _added_bytes(
     shapes: Mapping[str, Shape], modules: Collection[str], spec: ModelSpec, itemsize: int
 ) -> AdapterBytes:
     """Returns the bytes of a LoRA's matrices of experts and MLPs. A has the padded rank of each;
-    in the two dimensions of PEFT's fused experts, one below the other."""
+    PEFT stacks the matrices of fused experts in two dimensions."""
     total = AdapterBytes()
     for name, shape in shapes.items():
         found = _LORA.fullmatch(name)
@@ -153,7 +153,7 @@ def _added_bytes(
 
 def _changed_experts(modules: Collection[str], spec: ModelSpec) -> tuple[int, set[int]]:
     """Returns the number of routed experts that these modules belong to, and the layers of the
-    other MLPs. A module of no layer is refused when it is loaded, and counts nothing."""
+    other MLPs. Modules outside of layers do not count: loading refuses them later."""
     experts: set[tuple[int, int]] = set()
     mlps: set[int] = set()
     for module in modules:

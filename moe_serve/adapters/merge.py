@@ -1,7 +1,7 @@
-"""Merges an adapter into its base model: a checkpoint of its own, for a server that needs no other.
+"""Merges an adapter into its base model, and writes the result as a checkpoint.
 
 A LoRA is added to the stored matrices in fp32, and the sum is rounded once. The experts of an ESFT
-replace those that are stored. One tensor is in memory at a time, and the adapter.
+replace the stored ones. Only the adapter and one tensor are in memory at a time.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from moe_serve.model.checkpoint.safetensors_writer import PlannedTensor
 from moe_serve.model.load.loader import ModelLoader
 
 _MAX_RANK = 1024  # that of adapters.max_rank
-_Change = LowRankMatrices | Tensor  # what is added, or what takes the matrix's place
+_Change = LowRankMatrices | Tensor  # an addition to a matrix, or its replacement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedSize:
-    """The numbers of tensors in a merged checkpoint."""
+    """The number of tensors in a merged checkpoint, and the number of changed ones."""
 
     num_tensors: int
     num_changed: int
@@ -76,8 +76,8 @@ def _changes(
     """Returns the changes by the name of the stored tensor."""
     if files.is_bitdelta:
         raise CheckpointError(
-            f"{files.folder} is a BitDelta adapter: merge nothing, and serve the fine-tune that it "
-            "was made of."
+            f"{files.folder} is a BitDelta adapter, which cannot be merged: serve the fine-tune "
+            "that it was made from."
         )
     stored: dict[AdaptedMatrix, str] = {}
     for module, target in targets.modules.items():
@@ -89,7 +89,7 @@ def _changes(
         if name is None or not checkpoint.view(name).is_floating_point():
             raise CheckpointError(
                 f"{files.folder} changes {target.part} of layer {target.layer}, which "
-                f"{checkpoint.folder} does not store as a matrix of floats of its own: serve the "
+                f"{checkpoint.folder} does not store as a separate matrix of floats: serve the "
                 "adapter beside the base model."
             )
         found[name] = change

@@ -244,8 +244,8 @@ class AdapterRegistry:
             raise _no_room(wanted, limit, f"{holders}: try again later, or raise it.")
 
     def _drop_oldest(self, wanted: AdapterWeights, limit: int, pinned: Collection[bytes]) -> None:
-        """Drops weights until the wanted ones fit. Those that a request holds would stay in memory,
-        so they keep their place among those that were used."""
+        """Drops the weights used longest ago until the wanted ones fit. Weights that a request
+        holds are skipped, because dropping them would not free their memory yet."""
         staying: OrderedDict[bytes, AdapterWeights] = OrderedDict()
         for digest in list(self._kept):
             if self._used_beside(wanted) + wanted.num_bytes <= limit:

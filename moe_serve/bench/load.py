@@ -85,10 +85,10 @@ async def open_loop(
     max_in_flight: int,
 ) -> None:
     """Sends each request when it is due. Requests beyond `max_in_flight` wait here and count as
-    late. A turn of a session whose turn before is not answered yet is due when that is."""
+    late. A turn of a session is not due before the previous turn is answered."""
     places = asyncio.Semaphore(max_in_flight)
     running: set[asyncio.Future[None]] = set()
-    turns: dict[str, asyncio.Future[None]] = {}  # the last one of each session
+    turns: dict[str, asyncio.Future[None]] = {}  # by session: its last turn
     bugs: list[BaseException] = []  # a request that fails is a record; an exception is a bug
 
     async def one_request(request: Ready) -> None:

@@ -32,7 +32,7 @@ _COUNTS = (1, 2, 4)  # cells that are simulated; more are filled like four
 _REQUESTS = 120  # for each cell
 _HALVINGS = 5
 _POOL_LOAD = 0.7  # of cells with a role: not simulated, as the roles depend on each other
-_SEATS_CELLS = 2  # cells whose seats are counted
+_SEATS_CELLS = 2  # number of simulated cells
 _LEAST_LOAD = 0.01
 
 Progress = Callable[[str], None]
@@ -140,7 +140,7 @@ def most_seats(
 def _most_load(
     setup: CellsSetup, slots: Sequence[Slot], wanted: Wanted, per_request_s: float
 ) -> float:
-    """Returns the largest share of the time of a setup's cells at which they keep the limits."""
+    """Returns the largest load, as a share of the cells' time, at which they keep the limits."""
     low, high = 0.0, 1.2
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -151,8 +151,8 @@ def _most_load(
 
 
 def _records(setup: CellsSetup, slots: Sequence[Slot], rate: float) -> list[RequestRecord]:
-    """Serves requests at a rate; few slots are used again and again, as a queue builds up
-    slowly."""
+    """Serves requests at a rate. The requests of a few slots are repeated, because a queue builds
+    up slowly."""
     times = GammaArrivals(rate=rate).times(np.random.default_rng(len(setup.plans)))
     some = [
         replace(slot, index=index, at_s=next(times))

@@ -40,15 +40,16 @@ _FIRST_EXPLORATION = 0.5  # of the first day of training; it falls to 0 with the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRequest:
-    """The options of autoscaling. `target`: the utilisation that `target` keeps, None: found by
-    simulation, if there are limits of latency; `train_days`: the days that `learnt` learns from."""
+    """The options of autoscaling. `target`: the utilisation that the policy `target` keeps; None:
+    found by simulation if there are limits of latency. `train_days`: the days that the policy
+    `learnt` learns from."""
 
     policy: PolicyName
     min_cells: int
     times: ScaleTimes
     target: float | None
     train_days: int
-    plan_out: Path | None = None  # of "planned": where the plan is written, for a server
+    plan_out: Path | None = None  # of "planned": file for the plan, for a server
 
 
 def scaled_run(run: SimulatedRun, request: ScaleRequest, progress: Progress) -> SimulatedRun:
@@ -96,7 +97,7 @@ def _policy(
 
 
 def _plan_of(setup: CellsSetup, table: PlanTable, means: TokenMeans, slo: str) -> ScalePlan:
-    """Returns a plan as the file for a server has it."""
+    """Returns a plan in the form of the file for a server."""
     ranks = {plan.shape.role: plan.shape.ranks for plan in reversed(setup.plans)}
     roles = {
         role: PlannedRole(

@@ -34,7 +34,7 @@ class PageBytes:
 
     def read(self, page: int, into: NDArray[np.uint8]) -> None:
         """Copies a page's bytes, [num_bytes]."""
-        to = into.data  # views copy without giving up the interpreter's lock a dozen times
+        to = into.data  # views copy without releasing the interpreter's lock for each part
         for part, (start, end) in self._parts:
             size = end - start
             to[start:end] = part[page * size : (page + 1) * size]

@@ -93,7 +93,7 @@ def make(options: MakeBitDeltaOptions) -> None:
 
 
 def _distil(options: MakeBitDeltaOptions, paths: list[Path]) -> None:
-    """Makes an adapter whose scales are fitted to texts, and says what they changed."""
+    """Makes an adapter whose scales are fitted to texts, and prints the effect of the fit."""
     from moe_serve.adapters.bitdelta.distil import DistilRecipe, DistilTexts
     from moe_serve.adapters.bitdelta.make_distilled import make_distilled
     from moe_serve.quantize.quantise_texts import read_texts
@@ -132,7 +132,9 @@ def _distil(options: MakeBitDeltaOptions, paths: list[Path]) -> None:
         f"{made.distilled.tuned_perplexity:.2f})."
     )
     if not made.distilled.is_better:
-        typer.echo("The mean magnitudes fit the held-out texts better: the adapter has these.")
+        typer.echo(
+            "The fit did not help on the held-out texts: the adapter keeps the mean magnitudes."
+        )
     _tell(made.size, options.out)
 
 
@@ -157,8 +159,8 @@ def convert(options: ConvertBitDeltaOptions) -> None:
 @adapters.command("merge")
 @with_options(MergeOptions)
 def merge(options: MergeOptions) -> None:
-    """Merges a LoRA or an ESFT into its base model: a checkpoint for a server of this fine-tune
-    alone."""
+    """Merges a LoRA or an ESFT into its base model, and writes a checkpoint for servers of this
+    fine-tune alone."""
     from moe_serve.adapters.merge import merge_adapter
 
     with progress_bar() as report:

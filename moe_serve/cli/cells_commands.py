@@ -143,4 +143,4 @@ def _print(found: Mapping[str, Any]) -> None:
     if (scaling := found.get("autoscale")) is not None:
         wanted = ", ".join(f"{count} {role}" for role, count in scaling["wanted"].items())
         last = f"; last: {scaling['last']}" if scaling["last"] else ""
-        typer.echo(f"autoscaling by {scaling['policy']} wants {wanted or 'what there is'}{last}")
+        typer.echo(f"autoscaling by {scaling['policy']} wants {wanted or 'no change'}{last}")

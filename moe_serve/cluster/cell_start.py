@@ -43,8 +43,8 @@ _ALIKE = ("kernels", "build", "device", "dtype", "expert_weights", "kv_dtype")
 
 @dataclass(frozen=True, slots=True)
 class NewCell:
-    """A cell whose ranks are to be started. `first_place`: of its ranks on this host; each place
-    is that of a GPU. `node`: see `CellPlace`."""
+    """A cell whose ranks are to be started. `first_place`: that of its ranks on this host; each
+    place is that of a GPU. `node`: see `CellPlace`."""
 
     index: int
     shape: CellShape

@@ -1,4 +1,4 @@
-"""Makes cells of a server that runs, and refuses those that it cannot have before they start."""
+"""Makes further cells of a running server, and refuses unsuitable ones before they start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LaunchNodes(Protocol):
     """The nodes of a launch, on which the ranks of cells run."""
 
     def check_room(self, num_ranks: int, node: str | None) -> None:
-        """Raises CellsError unless there are places for so many more ranks."""
+        """Raises CellsError unless there is room for so many more ranks."""
         ...
 
     def nodes(self) -> Sequence[NodeStatus]: ...
@@ -38,7 +38,7 @@ class LaterCells:
         starter_of: StarterOfCell,
         nodes: LaunchNodes | None = None,
     ) -> None:
-        """`model`: of any cell. `nodes`: None: ranks run on this machine."""
+        """`model`: that of any cell. `nodes`: None: ranks run on this machine."""
         self._shared, self._model, self._starter_of, self._nodes = shared, model, starter_of, nodes
 
     def check(self, shapes: Sequence[CellShape], place: CellPlace) -> None:
@@ -49,8 +49,8 @@ class LaterCells:
         self._check_shape(shapes[-1])
         if place.by_hand and place.node is not None:
             raise CellsError(
-                f"node is {place.node!r} and by_hand is true, but ranks that operators start run "
-                "where they start them: leave one of the two out."
+                f"node is {place.node!r} and by_hand is true, but operators choose the machine of "
+                "ranks that they start: leave one of the two out."
             )
         if place.by_hand and self._shared.own_secret is None:
             raise CellsError(
@@ -60,7 +60,7 @@ class LaterCells:
         if place.node is not None and self._nodes is None:
             raise CellsError(
                 f"node is {place.node!r}, but all ranks of this server run on one machine: start "
-                "it by moe-serve launch, or leave the node out."
+                "the server by moe-serve launch, or leave the node out."
             )
         if self._nodes is not None and not place.by_hand:
             num_ranks = shapes[-1].attention_ranks + shapes[-1].expert_ranks

@@ -7,7 +7,7 @@ from dataclasses import replace
 from moe_serve.config.cells import CellsConfig, CellShape, parse_cells
 from moe_serve.config.sections import EngineConfig
 
-PLACEMENT_COUNT = "{expert_ranks}"  # in `cluster.placement`: the number that a cell has
+PLACEMENT_COUNT = "{expert_ranks}"  # in `cluster.placement`: the cell's number of expert ranks
 
 
 def cell_shapes(config: EngineConfig) -> tuple[CellShape, ...]:

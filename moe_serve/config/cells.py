@@ -67,17 +67,17 @@ class CellsConfig:
     parcel_bytes: int = 4 * 2**20  # of KV pages that one parcel carries
     memory_bytes: int = 256 * 2**20  # of the shared memory that parcels pass through
     migrate: bool = True  # move running requests off cells that drain or run out of pages
-    prefill_nice: int = 0  # of the ranks of prefill cells; others on the machine go first
+    prefill_nice: int = 0  # niceness of the ranks of prefill cells
     can_grow: bool = False  # a layout of one cell may get more while it runs, as others may
-    autoscale: AutoscaleName = "static"  # how many cells there are; static: as operators say
+    autoscale: AutoscaleName = "static"  # how the number of cells follows the load
     min_cells: int = 1  # of each role, with autoscale
-    max_cells: int | None = None  # likewise
+    max_cells: int | None = None  # likewise; None: only without autoscale
     added: str | None = None  # cells that are added, one for each role; None: as in `layout`
     scale_every_s: float = 30.0  # between two decisions
     calm_s: float = 600.0  # for which fewer cells must have been wanted before one is removed
-    max_changes: int = 4  # of the number of cells, in any hour
-    target_load: float = 0.7  # of "target": requests over seats
-    scale_plan: str | None = None  # of "planned": a file that `simulate --plan-out` wrote
+    max_changes: int = 4  # changes of the number of cells in any hour
+    target_load: float = 0.7  # for "target": requests over seats
+    scale_plan: str | None = None  # for "planned": a file that `simulate --plan-out` wrote
 
     @property
     def is_scaled(self) -> bool:
@@ -94,9 +94,9 @@ def parse_cells(
 ) -> tuple[CellShape, ...]:
     """Parses a layout such as "1x(1A1E prefill) 2x(1A2E tp2 decode)" into one shape for each cell.
 
-    `name` names the setting in errors. `is_simulated`: (8D tp2) is a cell too, of eight devices
-    that have attention and experts. `has_all_roles`: the cells must serve by themselves. Raises
-    ConfigError.
+    `name` names the setting in errors. `is_simulated`: also accepts (8D tp2), a cell of eight
+    devices with both attention and experts. `has_all_roles`: the cells must serve by themselves.
+    Raises ConfigError.
     """
     shapes: list[CellShape] = []
     position, rest = 0, text.strip()

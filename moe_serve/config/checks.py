@@ -82,7 +82,7 @@ _OF_AUTOSCALE = ("max_cells", "added", "scale_plan")
 
 
 def check_autoscale(cells: CellsConfig) -> None:
-    """Raises ConfigError for settings of autoscaling that contradict each other or do nothing."""
+    """Raises ConfigError for settings of autoscaling that conflict or have no effect."""
     if not cells.is_scaled:
         for name in _OF_AUTOSCALE:
             if (value := getattr(cells, name)) is not None:

@@ -222,7 +222,8 @@ class SpeculationConfig:
 
     @property
     def num_guesses(self) -> int:
-        """Most tokens that a network guesses for a sequence in one step; 0: there is none."""
+        """The most tokens that a network guesses for a sequence in a step; 0: there is no
+        network."""
         return min(self.max_tokens, {"head": 4, "mtp": 4, "self": 5}.get(self.method, 0))
 
     @property

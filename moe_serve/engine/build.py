@@ -81,7 +81,7 @@ class BuiltEngine:
     activity: ActivityReport | None = None  # for hang reports
     adapters: AdapterRegistry | None = None  # None: requests cannot name one
     cells: CellsControl | None = None  # None: there is one cell
-    # Begins to add and remove cells by the load; None: operators do that.
+    # Starts autoscaling; None: the number of cells does not follow the load.
     scale_with: Callable[[Callable[[], EngineStats], CellsControl], None] | None = None
     nudge: Callable[[], None] = _no_nudge  # ends a step's wait for cells, as a request came
     kv_events: KVEvents | None = None  # None: an engine without any

@@ -58,8 +58,8 @@ class LeavingSequences:
         return failure.delta_of(sequence)
 
     def release(self, schedule: Schedule, left: Schedule, outcome: StepOutcome | Exception) -> None:
-        """Removes the sequences of a step that has ended but for those that are `left`. If their
-        last token was not valid, their last pages may hold NaNs."""
+        """Removes the sequences of an ended step, except those in `left`. If the last token of one
+        was not valid, its last pages may hold NaNs."""
         done = {key: item for key, item in schedule.items() if key not in left}
         self._drafts.give_back(done, done.keys())
         ended = [sequence for sequence, _ in done.values()]

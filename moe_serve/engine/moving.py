@@ -39,7 +39,7 @@ class MovingSequences:
         self._announced: set[int] = set()  # sequences that leave when their step has ended
 
     def set_open(self, *, is_open: bool) -> None:
-        """Notes whether the engine takes new requests, or drains."""
+        """Sets if the engine takes new requests, or drains."""
         if self._scheduler.service is not None:
             self._scheduler.service.queue.set_open(is_open=is_open)
 

@@ -40,7 +40,7 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.(norm|gate|up|down)")
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """The tokens guessed for a sequence, and how likely the head takes each to be, in per cent."""
+    """The tokens guessed for a sequence, and the head's probability of each, in per cent."""
 
     token_ids: tuple[int, ...]
     confidences: tuple[int, ...]
@@ -58,8 +58,8 @@ class SpeculationHead:
         output: Linear,
     ) -> None:
         """`weights` are a head's tensors, whose shapes must fit `spec`; `output` is the model's
-        output head. Where the kernels have faster products for that, the head is held in int8,
-        with a copy of the output head if it is the embedding."""
+        output head. If the kernels have faster products for int8, the head is held in int8,
+        with a copy of the output head if it is tied to the embedding."""
         like, faster = embedding_VD, kernels.for_drafts()
         placed = {name: t.to(like.device, like.dtype) for name, t in weights.items()}
         matrices: dict[str, Weight] = {name: t for name, t in placed.items() if t.dim() == 2}
@@ -177,8 +177,8 @@ def _block(
 
 
 def _in_int8(weight_NK: Tensor) -> Weight:
-    """Rounds a matrix to int8 with a scale for each group of a row; as it is if its width has no
-    whole groups."""
+    """Rounds a matrix to int8 with a scale for each group of a row. A matrix whose width is not a
+    multiple of the group size stays as it is."""
     group = next((size for size in (4 * ROW_GROUP, ROW_GROUP) if weight_NK.shape[1] % size == 0), 0)
     if not group:
         return weight_NK

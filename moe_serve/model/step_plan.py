@@ -108,7 +108,7 @@ class StepPlan:
     routes: RouteAsk | None = None
     needed_LE: NDArray[np.float32] | None = field(default=None, compare=False)
     parked: tuple[int, ...] = ()
-    num_guesses: int = 0  # tokens that a network guesses behind each sequence that is sampled
+    num_guesses: int = 0  # tokens that a network guesses after each sampled token
 
     @property
     def slices(self) -> list[SequenceSlice]:

@@ -40,7 +40,7 @@ StepLayer = tuple[int, TurnLayer, int, Any | None]  # see RankKernels.turn_step
 
 @dataclass(frozen=True, slots=True)
 class BoundLayers:
-    """Layers that one call can run, if they follow each other. `places`: of each among them."""
+    """The layers that one call can run if they are consecutive. `places`: the index of each."""
 
     call: TurnStep
     places: Mapping[int, int]
@@ -64,7 +64,7 @@ class BoundLayers:
         return list(itertools.takewhile(self.places.__contains__, rest))
 
     def empty_shared(self, hidden_TD: Tensor) -> Tensor | None:
-        """Returns memory for what a shared expert gives, if there is one."""
+        """Returns memory for the output of a shared expert, if there is one."""
         return torch.empty_like(hidden_TD, dtype=torch.float32) if self.has_shared else None
 
 
@@ -140,9 +140,9 @@ class RankTurns:
         return True
 
     def run_step(self, first: int, states: Sequence[MicroBatchState]) -> int:
-        """Runs layers from `first` on as one call with the messages between them, as far as this is
-        possible. Returns the number of exchanges whose rows were sent: of all micro-batches in a
-        layer, then of the next layer. Raises PeerLostError."""
+        """Runs as many layers as possible, from `first` on, as one call with the messages between
+        them. Returns the number of exchanges whose rows were sent: those of all micro-batches in a
+        layer, then those of the next layer. Raises PeerLostError."""
         if not self._lanes.is_usable or self._tap.is_on:
             return 0
         for state in states:

@@ -178,8 +178,8 @@ def fit_sharded(costs: StageCosts, found: RankSteps) -> tuple[AttentionCost, Fit
 
 
 def check_num_processes(shapes: Sequence[CellShape]) -> None:
-    """Raises ConfigError for a layout with far more processes than this machine has cores: their
-    steps would only measure how they wait for each other."""
+    """Raises ConfigError for a layout with far more processes than this machine has cores, whose
+    steps would mostly measure how processes wait for each other."""
     num_cores = os.cpu_count() or 1
     most = max(_LEAST_PROCESSES, _PER_CORE * num_cores)
     for shape in shapes:

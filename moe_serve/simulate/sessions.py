@@ -1,8 +1,8 @@
 """Holds back a turn of a session until the answer to the turn before has ended.
 
-A client sends its next turn when it has read the last answer. A recording has the times at which
-turns came, so a turn of a server that is slower than the recorded one comes when the earlier answer
-ends, and all others at their recorded times.
+A client sends its next turn when it has read the last answer. A recording has the times of turns.
+If the simulated server is slower than the recorded one, a turn comes when the earlier answer ends;
+otherwise it comes at its recorded time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from moe_serve.simulate.steps_ahead import SimulatedRequest
 
 
 class Sessions:
-    """The sessions with a turn in progress, and the turns that are due behind it."""
+    """The sessions with a turn in progress, and the due turns that wait for it."""
 
     def __init__(self) -> None:
         self._held: dict[str, deque[SimulatedRequest]] = {}  # by session in progress
@@ -29,7 +29,7 @@ class Sessions:
         return True
 
     def turn_after(self, session: str) -> SimulatedRequest | None:
-        """Notes the end of a turn. Returns the next one that is due: it comes now, and is begun."""
+        """Notes the end of a turn. Returns the next due turn, which begins now."""
         held = self._held.get(session)
         if held:
             return held.popleft()

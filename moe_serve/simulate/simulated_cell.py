@@ -104,8 +104,8 @@ def make_cluster(
     place: StepPlace | None = None,
     policy: ServicePolicy | None = None,
 ) -> tuple[ClusterEngine, InstantCoordinator]:
-    """Builds a cluster's engine over ranks that compute nothing. `ids`: of sequences; `whole`,
-    `place`: see `InstantCoordinator`; `policy`: of the service tiers of several cells."""
+    """Builds a cluster's engine over ranks that compute nothing. `ids`: numbers of sequences;
+    `whole`, `place`: see `InstantCoordinator`; `policy`: for service tiers of several cells."""
     service = ServiceState.of(limits.scheduler, clock, policy=policy)
 
     def make_engine(executor: RemoteExecutor, ids: itertools.count[int]) -> Engine:

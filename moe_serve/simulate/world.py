@@ -100,7 +100,7 @@ class World:
             self._push(now_s if self._is_closed else job.at_s, _ARRIVAL, -1, job)
 
     def _due(self, at_s: float, job: SimulatedRequest) -> None:
-        """Lets a job arrive, unless it is a turn of a session behind one in progress."""
+        """Lets a job arrive, unless it is a turn of a session that waits for an earlier one."""
         if self._is_closed or self._sessions.may_come(job):
             self._arrive(at_s, job)
         if not self._is_closed:
@@ -214,8 +214,8 @@ class World:
 
 
 def is_refused(admission: Admission | None, job: SimulatedRequest, times: RequestTimes) -> bool:
-    """Asks whether a server accepts a request, as its HTTP side does, and notes the forecast and
-    the refusal. `admission` None: it accepts all."""
+    """Checks a request as the HTTP side of a server does, and notes the forecast and the refusal.
+    `admission` None: all requests are accepted."""
     if admission is None:
         return False
     arguments = job.service, times.num_prompt, job.priority, times.due_s

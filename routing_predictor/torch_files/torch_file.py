@@ -30,7 +30,7 @@ _MAX_SHARED = 2**18  # values, or bytes of arrays, beyond those of files without
 
 
 class TorchFile:
-    """An open file. Its tensors are read when they are asked for. Raises TorchFileError."""
+    """An open file, whose tensors are read on request. Raises TorchFileError."""
 
     def __init__(self, path: Path, *, is_keeping_storages: bool = False) -> None:
         """`is_keeping_storages`: bytes that were read stay in memory, for tensors that share

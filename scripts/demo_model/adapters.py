@@ -33,7 +33,7 @@ _MATRICES = ("gate", "up", "down")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRecipe:
-    """Settings of a training. Equal settings and texts give equal adapters."""
+    """The settings of a training run. Equal settings and texts give equal adapters."""
 
     num_steps: int
     learning_rate: float

@@ -49,7 +49,7 @@ def test_the_weights_are_those_of_the_formula(base: Path, kind: str, tmp_path: P
 def test_what_cannot_be_merged_is_refused(base: Path, tmp_path: Path) -> None:
     tuned = write_fine_tune(tmp_path / "tuned", base)
     make_bitdelta(base, tuned, tmp_path / "bits")
-    with pytest.raises(CheckpointError, match="serve the fine-tune that it was made of"):
+    with pytest.raises(CheckpointError, match="serve the fine-tune that it was made from"):
         merge_adapter(base, tmp_path / "bits", tmp_path / "merged")
     fused = write_checkpoint(tmp_path / "fused", CASES["gpt_oss"])
     num_experts, num_inputs, num_outputs = tensors_of(fused)[DOWN].shape

@@ -31,7 +31,7 @@ from moe_kernels.interface.quantised_matrix import LowBitProducts
 
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-pthread")
 _MATH_FLAGS = ("-ffp-contract=fast", "-fno-math-errno")
-_BUILD_TIMEOUT_S = 400  # for one file; a busy machine takes many times the usual 10 to 30
+_BUILD_TIMEOUT_S = 400  # for one file, which takes 10 to 30 on a machine that is not busy
 _PROGRESS_S = 3.0
 _LOGGER = logging.getLogger("moe_kernels.build")
 _DIGEST_BYTES = hashlib.sha256().digest_size

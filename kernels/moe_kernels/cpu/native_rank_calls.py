@@ -223,7 +223,7 @@ class NativeTurn:
         return sizes
 
     def give_shared(self, shared_TD: Tensor | None) -> None:
-        """Sets what the shared expert gave, for a call of several layers."""
+        """Sets the output of the shared expert, for a call of several layers."""
         assert self.hidden_TD is self._out_TD, "the rows are with the experts"
         self._struct.shared = address(shared_TD)
 

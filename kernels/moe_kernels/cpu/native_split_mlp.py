@@ -20,7 +20,7 @@ from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
 
 
 class NativeSplitMLP:
-    """Implements SplitMLP. Either half is described as an expert whose other half is not there."""
+    """Implements SplitMLP. Each half is described as an expert without its other half."""
 
     def __init__(
         self, native: NativeLibrary, weights: ExpertWeights, activation: GatedActivation

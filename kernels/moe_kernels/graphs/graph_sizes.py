@@ -72,8 +72,8 @@ def row_buckets(max_rows: int) -> tuple[int, ...]:
 
 
 def captured_rows(num_rows: int) -> int:
-    """Returns the rows of the graph that serves a step, if all that `row_buckets` has are recorded
-    up to a multiple of 8."""
+    """Returns the number of rows of the graph that serves a step, if graphs are recorded for all
+    `row_buckets` up to a multiple of 8."""
     for rows in _FIRST_ROWS:
         if num_rows <= rows:
             return rows

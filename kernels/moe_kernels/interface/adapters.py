@@ -62,8 +62,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTune:
-    """The parts of a layer that a whole fine-tune has in place of the base model's. None: it has
-    the base model's."""
+    """The parts of a layer that a whole fine-tune replaces. None: the base model's part is used."""
 
     qkv: Any | None = None  # the base model's layer with signs (`SignedKernels.signed_linear`)
     output: Any | None = None  # likewise
@@ -78,7 +77,7 @@ class LayerTune:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTune:
-    """The same outside of the layers."""
+    """The replaced parts outside of the layers."""
 
     embedding_VD: Tensor | None = None
     final_norm_D: Tensor | None = None

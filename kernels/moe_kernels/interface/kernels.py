@@ -97,8 +97,8 @@ class ExpertSlots(Protocol):
 
 
 class SplitMLP(Protocol):
-    """Some columns of an MLP's hidden layer, and some of its output: what an ExpertBank of the
-    whole MLP has there, bit for bit. `added`: additions that have the same columns."""
+    """Computes some columns of an MLP's hidden layer and of its output, with the bits of an
+    ExpertBank of the whole MLP. `added`: additions to the same columns."""
 
     def hidden(self, x_TD: Tensor, added: RowAdditions | None = None) -> Tensor:
         """-> the hidden layer's columns that are here, in x's dtype."""
@@ -318,7 +318,7 @@ class Kernels(Protocol):
         ...
 
     def for_drafts(self) -> Kernels | None:
-        """Returns a set for networks that only guess: it rounds rows to int8 beside matrices in
+        """Returns a kernel set for networks that only guess. It rounds rows to int8 for matrices in
         int8, which is several times faster. None: this set has no faster products."""
         ...
 

@@ -82,7 +82,7 @@ class AttentionTurn(Protocol):
 
     @property
     def counts(self) -> list[int]:
-        """The rows that each rank has got in the last layer."""
+        """The number of rows that each rank received in the last layer."""
         ...
 
     @property
@@ -144,8 +144,8 @@ class ServiceParts:
 
 @dataclass(frozen=True, slots=True)
 class StepKey:
-    """The key of a step's first exchange, and the places in it of the two numbers (uint32) in which
-    other exchanges of the step differ: layer and micro-batch."""
+    """The key of a step's first exchange, and the offsets of layer and micro-batch in it (uint32):
+    only these differ between the exchanges of a step."""
 
     first: bytes
     layer_at: int
@@ -185,8 +185,8 @@ class TurnStep(Protocol):
         """Runs `count` layers, from the place `first` of those given on, until their rows are sent.
 
         The rows of layer `before` are with the experts. By micro-batch: its turn, the plans of its
-        attention by shape, what the shared expert of layer `before` gave, and memory for those of
-        the layers (needed if one has a shared expert). `lanes`: to the expert ranks."""
+        attention by shape, the output of the shared expert of layer `before`, and memory for those
+        of the layers (needed if one has a shared expert). `lanes`: to the expert ranks."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""A link between two ranks of a host, as Python and native code both speak it.
+"""The protocol of a link between two ranks of a host, shared by Python and native code.
 
 A frame lies in the shared memory of a slot, and a notice on a socket tells the peer of it: tag,
 slot with flags, size in bytes, and when it was sent. Short frames travel behind their notice. The
@@ -32,7 +32,7 @@ class LaneMessage:
 
 @dataclass(frozen=True, slots=True)
 class LaneRest:
-    """What native code has read from a socket and not used."""
+    """The messages that native code has read from a socket and not used."""
 
     messages: Sequence[LaneMessage]
     unread: bytes  # the beginning of a notice
@@ -61,7 +61,7 @@ class Lane(Protocol):
 
 
 class LaneStatus(enum.IntEnum):
-    """Why native code stops: at its end, because Python goes on with the next exchange, or because
+    """The reason why native code stops: it is done, Python must continue with the next exchange, or
     a peer is lost: it was silent for too long, has closed its end, or the socket failed."""
 
     DONE = 0
@@ -73,8 +73,8 @@ class LaneStatus(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:
-    """Where native code stopped. `done`: exchanges before that. `rank`: of the lost peer, with the
-    number of the socket's error."""
+    """The point at which native code stopped. `done`: the number of finished exchanges. `rank`: the
+    lost peer, with the number of the socket's error."""
 
     status: LaneStatus
     done: int

@@ -23,7 +23,7 @@ class SignedKernels(Protocol):
         ...
 
     def expert_signs(self, added: Mapping[int, SignedExpert], is_changed_E: Tensor) -> Any:
-        """Prepares the additions to a layer's experts, those of them that are here, as
+        """Prepares the additions to those experts of a layer that this process holds, as
         `AdapterKernels.expert_additions` does."""
         ...
 

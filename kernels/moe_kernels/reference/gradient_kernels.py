@@ -1,8 +1,8 @@
 """Torch kernels through which gradients flow, to fit the scales of signs: whole sequences, in fp32,
 and plain operations instead of packed weights. Keys and values are not kept in pages.
 
-The scales of a `SignMatrix` are places in `FittedScales` here, so that a matrix has the scale that
-stands there at the time of a call. T rows, N outputs, K inputs, H heads, D head width.
+The scales of a `SignMatrix` are indices into `FittedScales` here, so that a matrix has the fitted
+scales at the time of a call. T rows, N outputs, K inputs, H heads, D head width.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from moe_kernels.reference.torch_kernels import TorchExperts, TorchKernels
 
 @dataclass(frozen=True, slots=True)
 class FittedScales:
-    """The scales of all matrices: first ones, and factors that are fitted. The first place is that
-    of matrices without signs, whose scale is 0."""
+    """The scales of all matrices: their initial values, and the fitted factors. Index 0 is for
+    matrices without signs, whose scale is 0."""
 
     first: Tensor
     factors: Tensor  # a leaf of the graph
 
     def at(self, places_N: Tensor) -> Tensor:
-        """Returns some scales as they are now."""
+        """Returns the present values of some scales."""
         return self.first[places_N] * self.factors[places_N]
 
 
 @dataclass(frozen=True, slots=True)
 class FittedSigns:
-    """Signs [N, K] as int8, and the places [N] of the rows' scales."""
+    """Signs [N, K] as int8, and the indices [N] of the rows' scales."""
 
     signs_NK: Tensor
     places_N: Tensor
@@ -55,7 +55,7 @@ class FittedSigns:
         return cls(signs, places, scales, added.bias_N)
 
     def weight(self) -> Tensor:
-        """Returns what is added to the matrix now."""
+        """Returns the present addition to the matrix."""
         return self.scales.at(self.places_N)[:, None] * self.signs_NK.float()
 
 
@@ -168,7 +168,7 @@ class GradientKernels(TorchKernels):
         return _ExpertSigns(added, self._scales)
 
     def plan_attention(self, step: StepRows, shape: AttentionShape, device: torch.device) -> Any:
-        """Returns what each token of each sequence does not see, as a mask [t, t]."""
+        """Returns a mask [t, t] for each sequence: the keys that a token does not see."""
         assert not step.query_starts.any(), "whole sequences"
         return [_hidden(int(count), shape).to(device) for count in step.query_lens]
 

@@ -65,7 +65,8 @@ class TorchExpertSigns:
         self.num_bytes = sum(each.nbytes for each in self._added.values())
 
     def of(self, experts: Sequence[AnyMLP | None]) -> list[AnyMLP | None]:
-        """Returns a bank's experts with the additions. One whose addition is not here is None."""
+        """Returns a bank's experts with the additions. An expert without an addition here is
+        None."""
         return [self._changed(*item) for item in enumerate(experts)]
 
     def _changed(self, expert: int, base: AnyMLP | None) -> AnyMLP | None:

@@ -51,7 +51,7 @@ class BitDeltaBuilder:
         return read_bitdelta(files, self._modules, self._full)
 
     def built(self, tensors: BitDeltaTensors) -> AdapterWeights:
-        """Builds an adapter of its tensors. Raises CheckpointError."""
+        """Builds an adapter from its tensors. Raises CheckpointError."""
         assert self._experts is not None, "kernels with signs"
         files = tensors.files
         self._check_routers(tensors)

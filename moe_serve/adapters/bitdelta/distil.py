@@ -1,8 +1,8 @@
 """Fits the scales of a BitDelta adapter to texts, BitDelta's second step (Liu et al., 2024).
 
-A scale starts as the mean magnitude of a matrix's differences, which is best for the weights, not
-for what the model says. Here factors of all scales are fitted by Adam, so that the adapter predicts
-the tokens that the fine-tune predicts. Signs and tensors in full stay as they are.
+A scale starts as the mean magnitude of a matrix's differences, which approximates the weights best,
+but not the predictions. This module fits factors of all scales by Adam, so that the adapter
+predicts the tokens that the fine-tune predicts. Signs and full tensors stay as they are.
 
 T tokens, V vocabulary.
 """
@@ -41,20 +41,21 @@ _TEXTS_OF_STEP = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistilTexts:
-    """Texts to fit to, and others to measure on, as tokens."""
+    """Texts for the fit and held-out texts for the measurement, as tokens."""
 
     fitted: Sequence[Tokens]
     held_out: Sequence[Tokens]
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest text."""
+        """The number of tokens of the longest text."""
         return max(len(tokens) for tokens in (*self.fitted, *self.held_out))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistilRecipe:
-    """How scales are fitted. `rate`: the first step of the factors, which falls to 0."""
+    """The settings of the fit. `rate`: the initial learning rate of the factors, which falls to
+    0."""
 
     num_steps: int = 100
     rate: float = 0.02
@@ -62,8 +63,8 @@ class DistilRecipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextFit:
-    """An adapter on held-out texts: its divergence from the fine-tune, in nats for each token, and
-    its perplexity."""
+    """The quality of an adapter on held-out texts: its divergence from the fine-tune, in nats per
+    token, and its perplexity."""
 
     divergence: float
     perplexity: float
@@ -71,8 +72,8 @@ class TextFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distilled:
-    """Fitted scales by the name of the module, and what they changed. `is_better`: the divergence
-    of held-out texts fell; else the scales are the first ones."""
+    """The fitted scales by module name, and the quality before and after the fit. If the divergence
+    on held-out texts did not fall (`is_better` is False), these are the original scales."""
 
     scales: Mapping[str, Tensor]
     before: TextFit
@@ -86,7 +87,7 @@ class Distilled:
 
 @dataclass(frozen=True, slots=True)
 class _PlacedTensors(BitDeltaTensors):
-    """An adapter whose scales are places among those that are fitted."""
+    """An adapter whose scales are indices into the vector of fitted scales."""
 
     places: Mapping[AdaptedMatrix, Tensor]
 

@@ -32,7 +32,7 @@ from moe_serve.adapters.bitdelta.writer import (
 
 @dataclass(frozen=True, slots=True)
 class DistilledAdapter:
-    """An adapter that was written, and what the texts changed."""
+    """The size of the written adapter, and the result of the fit."""
 
     size: BitDeltaSize
     distilled: Distilled
@@ -47,7 +47,7 @@ def make_distilled(
     recipe: DistilRecipe,
     progress: Progress | None = None,
 ) -> DistilledAdapter:
-    """Writes the adapter that `make_bitdelta` makes, with fitted scales. Both checkpoints must fit
+    """Writes the adapter of `make_bitdelta` with fitted scales. Both checkpoints must fit
     into memory in fp32. Raises CheckpointError and ConfigError."""
     check_new(out)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def _signed(files: AdapterFiles, scales: Mapping[str, Tensor]) -> list[SignedEnt
 
 
 def _shape(files: AdapterFiles, module: str) -> tuple[int, ...]:
-    """Returns the shape of a matrix, whose rows may fill their last byte in part only."""
+    """Returns the shape of a matrix, whose rows may use only a part of their last byte."""
     num_rows, num_bytes = files.shape(module + SIGN)
     return num_rows, num_bytes * 8
 

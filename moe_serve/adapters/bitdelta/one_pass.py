@@ -1,9 +1,9 @@
 """Prepares BitDelta adapters for steps in which their rows pass the layers with all other rows.
 
 Kernels with `layer_front` and `layer_stack` compute the base model's products for all rows at once,
-and read what a fine-tune adds, or has in place of the base model's, row by row. Layers that these
-calls do not have (latent attention, multipliers of the residual stream, shards) leave a fine-tune a
-pass of its own, by its attention stage.
+and apply the additions and replacements of each fine-tune row by row. These calls do not support
+latent attention, multipliers of the residual stream and shards. There the rows of a fine-tune pass
+the layers separately, through its own attention stage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 def with_mlps(layers: Sequence[AdapterLayer], stage: AttentionStage) -> tuple[AdapterLayer, ...]:
-    """Returns the layers with the shared experts and dense MLPs of a fine-tune's stage."""
+    """Adds the shared experts and dense MLPs of a fine-tune's stage to its layers."""
     return tuple(_with_mlp(*pair) for pair in zip(layers, stage.layers, strict=True))
 
 
@@ -38,7 +38,7 @@ def prepare(
     own: AttentionStage,
     layers: Sequence[AdapterLayer],
 ) -> Any | None:
-    """Returns a fine-tune as the kernels take it; None: its rows pass the layers by themselves.
+    """Returns a fine-tune in the form of the kernels; None: its rows pass the layers separately.
     `layers`: those of `with_mlps`, whose MLPs may be the base model's."""
     if kernels is None or not base.has_all_fronts:
         return None
@@ -59,7 +59,7 @@ def prepare(
 
 
 def _changed(own: _T, base: _T) -> _T | None:
-    """Returns a part of a fine-tune; None: it is the base model's."""
+    """Returns a part of a fine-tune; None: it is the same as in the base model."""
     return None if own is base else own
 
 

@@ -1,4 +1,5 @@
-"""A published BitDelta file: a dictionary of tensors that torch.save wrote. No code of it runs."""
+"""Reads a published BitDelta file: a dictionary of tensors in torch.save's format, without running
+any code of it."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from routing_predictor.traces.routing_error import TorchFileError
 
 
 class PublishedFile:
-    """An open file, whose tensors are read one by one. Raises CheckpointError for anything else
-    than a dictionary of tensors."""
+    """An open file, whose tensors are read one by one. Raises CheckpointError if the file is not a
+    dictionary of tensors."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -44,7 +45,7 @@ class PublishedFile:
 
 def _checked(path: Path, content: object) -> Mapping[str, StoredTensor]:
     if not isinstance(content, dict) or not content:
-        raise CheckpointError(f"{path} has no dictionary of tensors.")
+        raise CheckpointError(f"{path} is not a dictionary of tensors, as BitDelta files are.")
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, StoredTensor):
             raise CheckpointError(

@@ -22,7 +22,8 @@ _PARTS = ("gate", "up", "down")
 
 
 class SignedExperts:
-    """Makes the additions to experts. They never need the base model's, which may be anywhere."""
+    """Makes the additions to experts. The base model's experts may be in any place: they are not
+    read."""
 
     def __init__(self, loader: ModelLoader, kernels: SignedKernels) -> None:
         self._loader, self._kernels = loader, kernels

@@ -31,7 +31,7 @@ _PAGE_SIZE = 16
 
 
 class WholeTexts:
-    """A model in fp32 that reads texts from their start. It keeps no keys and values."""
+    """A model in fp32 that reads whole texts from their start and keeps no KV cache."""
 
     def __init__(
         self,
@@ -40,12 +40,12 @@ class WholeTexts:
         most_tokens: int,
         layers: Sequence[AdapterLayer] | None = None,
     ) -> None:
-        """`layers`: of an adapter."""
+        """`layers`: the changes of an adapter."""
         self._stage, self._experts, self._layers = stage, experts, layers
         self._device = stage.embedding.device
         num_pages = -(-most_tokens // _PAGE_SIZE)
         self._cache = KVCache(stage.spec, num_pages, _PAGE_SIZE, torch.float32, self._device)
-        self._pages = tuple(range(1, num_pages + 1))  # of all texts, as none is written to
+        self._pages = tuple(range(1, num_pages + 1))  # one for all texts, as no cache is written
 
     def logits(self, texts: Sequence[NDArray[np.int64]]) -> Tensor:
         """Returns the logits of all tokens, text after text, [T, V]."""
@@ -83,7 +83,7 @@ def open_model(folder: Path, most_tokens: int) -> WholeTexts:
 
 
 def open_adapted(loader: ModelLoader, tensors: BitDeltaTensors, most_tokens: int) -> WholeTexts:
-    """Opens a base model with an adapter, whose scales are places in those of the kernels."""
+    """Opens a base model with an adapter whose scales are indices into those of the kernels."""
     base = loader.attention_stage(most_tokens)
     live = LiveModel(attention=base)
     built = BitDeltaBuilder(loader, AdapterTargets(loader), WHOLE, live).built(tensors)

@@ -95,7 +95,7 @@ def write_bitdelta(
 
 
 def check_new(out: Path) -> None:
-    """Raises ConfigError if a folder is there already, before any work is done."""
+    """Raises ConfigError if the folder exists already."""
     if out.exists():
         raise ConfigError(f"--out is {out}, which exists: name a new folder.")
 

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 _NUM_THREADS = 2
 _PART = 8  # pages that a thread reads at a time
-_TOLD_PARTS = 4  # after so many more a waiting engine is told, and takes pages meanwhile
+_TOLD_PARTS = 4  # a waiting engine is woken after so many more pages, and takes them
 _PROBED = 16  # pages read at the start, to measure the disk before the first request needs it
 _NICENESS = 5
 

@@ -44,8 +44,8 @@ from moe_serve.cache.tiers.store import (
 _log = logging.getLogger(__name__)
 
 _MOST_QUEUED_BYTES = 64 * 2**20
-_GATHER_S, _GATHERED = 0.1, 16  # the writer begins so late or with so many pages: it is woken
-# once for the pages of some steps
+# The writer waits so long, or for so many pages, so that it is woken once for several steps.
+_GATHER_S, _GATHERED = 0.1, 16
 _IDLE_S = 1.0  # without a page to write, until its memory goes back to the system
 _MOST_FAILURES = 3  # in turn, before the writer stops
 
@@ -132,7 +132,7 @@ class DiskStore:
                 self._num_saves["dropped"] += 1
             self._queue.append(page)
             self._queued.add(page.key)
-            if len(self._queue) in (1, self._gathered):  # it waits for no other
+            if len(self._queue) in (1, self._gathered):  # other pages need not wake it
                 self._changed.notify_all()
 
     def flush(self) -> None:

@@ -114,7 +114,7 @@ class PageStore(Protocol):
         ...
 
     def flush(self) -> None:
-        """Begins to write the queued pages now, and lets no more gather."""
+        """Begins to write the queued pages now, without waiting for more."""
         ...
 
     def load(self, job: int, keys: Sequence[bytes]) -> None:
@@ -126,8 +126,8 @@ class PageStore(Protocol):
         ...
 
     def read_pages(self, job: int, start: int) -> LoadedPages:
-        """Returns the pages of a load that runs which were read so far without a gap, from `start`
-        on. The load's end, or `cancel`, returns them again."""
+        """Returns the pages of a running load from `start` on that have been read without a gap.
+        The end of the load, or `cancel`, returns them again."""
         ...
 
     def cancel(self, job: int) -> LoadedPages:
@@ -140,7 +140,7 @@ class PageStore(Protocol):
         ...
 
     def wait(self, seconds: float) -> None:
-        """Waits until a load ends or has read many more pages, at most for a time."""
+        """Waits until a load ends or has read many more pages, but at most for the given time."""
         ...
 
     def set_waker(self, wake: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Runs a node that joins a launch which serves already: an agent that starts ranks of new cells."""
+"""Runs a node that joins a running launch: an agent that starts ranks of new cells."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def join_launch(
     )
     set_up_logs(loaded.config.log)
     secret = find_secret(options.nodes.secret_file, environ, is_needed=True)
-    # Before it connects, as the ranks of this node read the files from its own disk.
+    # Before the node connects, because its ranks read the files from its own disk.
     local_model(loaded.config.engine.model.path, is_quiet=is_json_log())
     limit = loaded.config.engine.cluster.start_timeout_s
     tell(f"node {node.name} looks for the launch at {node.coordinator}, for up to {limit:g} s")

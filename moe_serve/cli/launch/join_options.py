@@ -51,6 +51,6 @@ def _check(options: LaunchOptions) -> None:
         given.append("the number of ranks or cells")
     if given:
         raise ConfigError(
-            f"--join offers this node to a launch that runs, which says what it does: leave out "
-            f"{', '.join(given)}."
+            f"--join adds this node to a running launch, which has these settings already: leave "
+            f"out {', '.join(given)}."
         )

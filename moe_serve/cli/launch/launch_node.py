@@ -82,7 +82,7 @@ def this_node(request: LaunchRequest, environ: Mapping[str, str]) -> NodeEnviron
 
 
 def _can_be_joined(loaded: LoadedConfig, node: NodeEnvironment) -> bool:
-    """Returns True if further nodes may join: a launch of cells at an address that it was given."""
+    """Returns True if further nodes may join: the launch has cells and was given an address."""
     return node.kind != "single" and bool(cell_shapes(loaded.config.engine))
 
 
@@ -127,7 +127,7 @@ def run_life(
     has_joined: bool = False,
 ) -> None:
     """Runs the agent until node 0 dismisses it or stays lost, or until a signal arrives and the
-    time to drain has passed. `find`: see `NodeLife`."""
+    drain timeout has passed. `find`: see `NodeLife`."""
     cluster = config.engine.cluster
     life = NodeLife(
         find,

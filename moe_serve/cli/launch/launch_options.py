@@ -65,8 +65,8 @@ class NodeOptions:
     join: str | None = option(
         None,
         metavar="HOST:PORT",
-        help="Offer this node to a launch that runs: new cells of it may be placed here. This is "
-        "the address that it was given as --coordinator.",
+        help="Offer this node to a running launch, which can place new cells on it. Give the "
+        "address that the launch has as --coordinator.",
         rich_help_panel=NODES,
     )
     node: str | None = option(
@@ -79,8 +79,8 @@ class NodeOptions:
         None,
         min=1,
         max=MAX_PLACES,
-        help="Most ranks that this node takes, with --join. Default: its accelerators, or without "
-        "any its cores.",
+        help="Largest number of ranks on this node, with --join. Default: its number of "
+        "accelerators, or without any, of cores.",
         rich_help_panel=NODES,
     )
     secret_file: Path | None = option(

@@ -45,7 +45,7 @@ class RankCounts:
     max_cells: int | None = option(
         None,
         key="cells.max_cells",
-        help="Most cells of each role, with --autoscale. Default: none.",
+        help="Largest number of cells of each role; --autoscale needs it. Default: none.",
         rich_help_panel=RANKS,
     )
 

@@ -1,5 +1,5 @@
-"""The cells that autoscaling has added: how long they take to start, and when to try again after
-one that could not."""
+"""Starts the cells that autoscaling adds, measures their start times, and delays the next attempt
+after a failure."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from moe_serve.engine.request.stats import CellStatus
 from moe_serve.engine.watch.cells_control import CellsControl
 from moe_serve.errors import MoeServeError
 
-_FIRST_WAIT, _LONGEST_WAIT_S = 2, 3600.0  # intervals between decisions, and seconds
+_FIRST_WAIT, _LONGEST_WAIT_S = 2, 3600.0  # the first in intervals between decisions
 _log = logging.getLogger(__name__)
 
 
 class AddedCells:
-    """Starts cells as `POST /admin/cells` does. After each failure in turn it waits twice as long
-    for the next start."""
+    """Starts cells as `POST /admin/cells` does. After each further failure in a row it waits twice
+    as long before the next start."""
 
     def __init__(self, cells: CellsControl, start_s: float, every_s: float) -> None:
-        """`start_s`: how long a start takes, until one was measured; `every_s`: between two
-        decisions."""
+        """`start_s`: the expected time of a start, until one has been measured; `every_s`: the time
+        between two decisions."""
         self._cells, self.start_s, self._every_s = cells, start_s, every_s
-        self._starting: dict[int, float] = {}  # since when, by cell
-        self._failed: list[int] = []  # cells that are listed with their reason
-        self._num_failures = 0  # in turn
+        self._starting: dict[int, float] = {}  # start time by cell
+        self._failed: list[int] = []  # cells that are still listed, with the reason
+        self._num_failures = 0  # in a row
         self._retry_at = 0.0
 
     def wait_s(self, now: float) -> float:
@@ -33,7 +33,7 @@ class AddedCells:
         return max(0.0, self._retry_at - now) if self._num_failures else 0.0
 
     def start(self, shape: CellShape, now: float) -> int | str:
-        """Begins to start a cell. Returns its number, or why it cannot start."""
+        """Begins to start a cell. Returns its number, or the reason why it cannot start."""
         self.forget_failed()
         try:
             index = self._cells.add_cell(str(shape))
@@ -43,7 +43,8 @@ class AddedCells:
         return index
 
     def follow(self, cells: Sequence[CellStatus], now: float) -> str:
-        """Looks at the cells that start. Returns why one could not; empty: none has failed."""
+        """Checks the cells that are starting. Returns the reason of a failed start, or an empty
+        text."""
         states = {cell.name: cell for cell in cells}
         text = ""
         for index, since in list(self._starting.items()):
@@ -52,7 +53,7 @@ class AddedCells:
                 continue
             del self._starting[index]
             if cell is None:
-                continue  # operators have called it off
+                continue  # an operator removed it
             if cell.state == "failed":
                 self._failed.append(index)
                 text = self._note_failure(cell.name, cell.note, now)
@@ -61,11 +62,11 @@ class AddedCells:
         return text
 
     def forget_failed(self) -> None:
-        """Takes its cells that have failed off the list."""
+        """Removes its failed cells from the list of cells."""
         for index in self._failed:
             try:
                 self._cells.remove_cell(index)
-            except MoeServeError as error:  # operators were faster
+            except MoeServeError as error:  # an operator removed it already
                 _log.debug("%s", error)
         self._failed = []
 

@@ -26,7 +26,7 @@ class ScaleLimits:
 
 @dataclass(frozen=True, slots=True)
 class Possible:
-    """The fewest and the most cells of a role that there can be after a decision."""
+    """The smallest and the largest possible number of cells of a role after a decision."""
 
     fewest: int
     most: int
@@ -53,7 +53,7 @@ class Autoscaler:
         self, view: ScaleView, possible: Mapping[CellRole, Possible] | None = None
     ) -> CellCounts:
         """Returns how many cells of each role should serve or be starting from now on. `possible`:
-        what can be changed now; None: everything can."""
+        the numbers that are possible now; None: any number."""
         limits, now = self._limits, {role: x.num_cells for role, x in view.roles.items()}
         wish = self.policy.decide(view)
         if self._begun_at is None:

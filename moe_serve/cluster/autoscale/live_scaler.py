@@ -20,14 +20,14 @@ from moe_serve.errors import MoeServeError
 
 _log = logging.getLogger(__name__)
 _CHANGING = ("starting", "leaving", "stopping")
-_FULL = 0.9  # of the KV pages of the cells that stay: more, and none leaves
+_FULL = 0.9  # the largest share of used KV pages in the other cells after a removal
 _MOST_PERIOD_S = 1.0  # between two samples of the load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRules:
-    """`shapes`: the cell that is added for each role; `num_seats`: of each attention rank;
-    `start_s`: how long a start takes, until one was measured."""
+    """The settings of a live scaler. `shapes`: the cell that is added for each role; `num_seats`:
+    of each attention rank; `start_s`: the expected time of a start, until one was measured."""
 
     shapes: Mapping[CellRole, CellShape]
     num_seats: int
@@ -36,8 +36,9 @@ class ScaleRules:
 
 
 class LiveScaler:
-    """Decides once in every interval, on a thread of its own. It adds and removes cells as the
-    admin routes do, and does nothing while a cell starts or leaves."""
+    """Adds and removes cells of a running server by its load, as the admin routes do. It decides
+    once in every interval on a thread of its own, and changes nothing while a cell starts or
+    leaves."""
 
     def __init__(self, autoscaler: Autoscaler, rules: ScaleRules, clock: Clock) -> None:
         self._autoscaler, self._rules, self._clock = autoscaler, rules, clock
@@ -45,35 +46,35 @@ class LiveScaler:
         self._num_decisions: Counter[ScaleAction] = Counter()
         self._decided_at = clock()
         self._state = ScalingStats(policy=autoscaler.policy.name, wanted={}, num_decisions={})
-        self._held: dict[CellRole, int] = {}  # what was said to be wanted and cannot be had
+        self._held: dict[CellRole, int] = {}  # wanted numbers already reported as not possible
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         # Called on the engine's thread.
         self.request_came, self.note = self._window.request_came, self._window.note
 
     def start(self, stats: Callable[[], EngineStats], cells: CellsControl) -> None:
-        """Begins to decide on a thread."""
+        """Starts the thread that decides."""
         self.use(stats, cells)
         self._thread = threading.Thread(target=self._run, name="autoscale", daemon=True)
         self._thread.start()
 
     def use(self, stats: Callable[[], EngineStats], cells: CellsControl) -> None:
-        """Sets what is observed and what is changed. `turn` may be called from then on."""
+        """Sets the observed engine and the cells to change. `turn` may be called from then on."""
         self._engine_stats, self._cells = stats, cells
         self._added = AddedCells(cells, self._rules.start_s, self._rules.every_s)
 
     def close(self) -> None:
-        """Ends the thread. May be called again, and without a start."""
+        """Ends the thread. It may be called several times, and without a start."""
         self._ended.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def stats(self) -> ScalingStats:
-        """Returns the last decision and the counts. On any thread."""
+        """Returns the last decision and the counts. Safe from any thread."""
         return self._state
 
     def turn(self) -> None:
-        """Samples the load, looks at cells that start, and decides if it is time to."""
+        """Samples the load, checks starting cells, and decides if an interval has passed."""
         now, stats = self._clock(), self._engine_stats()
         self._window.sample(stats, now)
         if text := self._added.follow(stats.cells, now):
@@ -115,7 +116,7 @@ class LiveScaler:
                 self._held.pop(role, None)
 
     def _add(self, role: CellRole, num: int, why: str, now: float) -> None:
-        """Starts cells until one cannot start."""
+        """Starts cells, and stops at the first that cannot start."""
         shape, names = self._rules.shapes[role], []
         for _ in range(num):
             index = self._added.start(shape, now)
@@ -137,7 +138,7 @@ class LiveScaler:
             self._say("remove", f"{why}; {name} with {cell.num_requests} requests leaves.")
 
     def _hold(self, role: CellRole, text: str) -> None:
-        """Says once for each number of cells that they cannot be had now."""
+        """Reports once for each wanted number of cells that it is not possible now."""
         self._count("hold")
         wanted = self._state.wanted[role]
         if self._held.get(role) != wanted:
@@ -169,7 +170,7 @@ class LiveScaler:
 
 @dataclass(frozen=True, slots=True)
 class _Hold:
-    """Reasons not to change the number of cells now; empty: none."""
+    """The reasons not to change the number of cells now; an empty text: no reason."""
 
     any: str = ""
     more: str = ""  # not to add
@@ -187,7 +188,7 @@ class _Hold:
         )
 
     def possible(self, cells: Sequence[ScaledCell], now: int) -> Possible:
-        """Returns the numbers of cells of a role that can be had now."""
+        """Returns the numbers of cells of a role that are possible now."""
         if self.any:
             return Possible(now, now)
         fewest = now if self.fewer else now - _num_spare(cells)
@@ -199,13 +200,13 @@ class _Hold:
 
 
 def _first_to_leave(cells: Sequence[ScaledCell]) -> list[ScaledCell]:
-    """Returns the cells that serve, those with the fewest requests first, of them the newest."""
+    """Returns the serving cells by their number of requests, of equal ones the newest first."""
     serving = [cell for cell in cells if cell.status.state == "serving"]
     return sorted(serving, key=lambda cell: (cell.num_requests, -cell.index))
 
 
 def _num_spare(cells: Sequence[ScaledCell]) -> int:
-    """Returns how many cells can leave so that the others have seats and pages for all requests."""
+    """Returns how many cells can leave while the others have seats and pages for all requests."""
     left = _first_to_leave(cells)
     num_serving = len(left)
     num_requests = sum(cell.num_requests for cell in left)

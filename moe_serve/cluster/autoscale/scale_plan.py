@@ -1,4 +1,4 @@
-"""The file that takes a plan table from a simulation to a server: rates, loads and mean lengths."""
+"""Writes and reads the file that passes a plan table from a simulation to a server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_BYTES = 2**20
 
 
 class PlannedRole(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The cells of one role. `ranks`: their shape, such as 1A1E. For the others see `PlanTable`."""
+    """The cells of one role. `ranks`: their shape, such as 1A1E. Other fields: see `PlanTable`."""
 
     ranks: str
     prompt_tok_s: float | None
@@ -25,7 +25,7 @@ class PlannedRole(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ScalePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan for cells of some shapes. `slo`: the limits of latency that it keeps, in words;
+    """A plan for cells of given shapes. `slo`: the limits of latency that it keeps, as text;
     `prompt_tokens` and `output_tokens`: the means of the requests that it was made for."""
 
     version: int = _VERSION
@@ -58,7 +58,7 @@ def write_plan(plan: ScalePlan, path: Path) -> None:
 
 
 def read_plan(path: Path) -> ScalePlan:
-    """Raises ConfigError with the reason why the file cannot be used."""
+    """Reads a plan. Raises ConfigError with the reason if the file cannot be used."""
     try:
         with path.open("rb") as file:
             plan = msgspec.json.decode(file.read(_MOST_BYTES), type=ScalePlan)

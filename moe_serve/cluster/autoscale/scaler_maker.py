@@ -16,7 +16,7 @@ from moe_serve.errors import ConfigError
 
 
 def scale_policy(cells: CellsConfig) -> AutoscalePolicy | None:
-    """Returns the policy of a server; None: the number of its cells does not follow the load.
+    """Returns the policy of a server; None: its number of cells does not follow the load.
     Raises ConfigError."""
     if not cells.is_scaled:
         return None
@@ -37,7 +37,7 @@ def scale_policy(cells: CellsConfig) -> AutoscalePolicy | None:
 def make_scaler(
     config: EngineConfig, policy: AutoscalePolicy | None, start_s: float, clock: Clock
 ) -> LiveScaler | None:
-    """Returns what applies a policy. `start_s`: how long the first cells took to start."""
+    """Returns the scaler that applies a policy. `start_s`: the start time of the first cells."""
     cells = config.cells
     if policy is None or cells.max_cells is None:
         return None

@@ -1,4 +1,4 @@
-"""The load of a running server since the last decision, gathered as requests come and end."""
+"""Measures the load of a running server between two decisions of autoscaling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_serve.engine.request.stats import CellStatus, EngineStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledCell:
-    """A cell of a running server as autoscaling sees it."""
+    """A cell of a running server with its number of seats."""
 
     index: int
     num_seats: int  # requests that it runs at once
@@ -40,7 +40,7 @@ def cells_of_role(stats: EngineStats, role: CellRole, num_seats: int) -> list[Sc
 
 @dataclass(slots=True)
 class _CellCounts:
-    """`busy`: request-seconds by role."""
+    """The counts of one interval. `busy`: request-seconds by role."""
 
     num_arrived: int = 0
     num_ended: int = 0
@@ -49,7 +49,10 @@ class _CellCounts:
 
 
 class ScalingWindow:
-    """`request_came` and `note` are called on the engine's thread, the rest on another one."""
+    """Counts requests, tokens and the time in cells since the last decision.
+
+    `request_came` and `note` are called on the engine's thread, the rest on another one.
+    """
 
     def __init__(self, roles: Sequence[CellRole], num_seats: int, now: float) -> None:
         """`num_seats`: see `cells_of_role`."""
@@ -76,7 +79,7 @@ class ScalingWindow:
                     self._counts.output_tokens += length
 
     def sample(self, stats: EngineStats, now: float) -> None:
-        """Adds the requests that are in the cells now, for the time since the last sample."""
+        """Counts the requests that are in the cells now for the time since the last sample."""
         elapsed, self._seen_at = now - self._seen_at, now
         busy = self._counts.busy
         for role in self._roles:
@@ -84,7 +87,7 @@ class ScalingWindow:
             busy[role] = busy.get(role, 0.0) + num * elapsed
 
     def take(self, stats: EngineStats, now: float, start_s: float) -> ScaleView:
-        """Returns the load since the last call. `start_s`: until a new cell serves."""
+        """Returns the load since the last call. `start_s`: the start time of a new cell."""
         prompt_tokens = stats.counts.num_missed_tokens
         new_tokens, self._prompt_tokens = prompt_tokens - self._prompt_tokens, prompt_tokens
         interval_s, self._begun_at = max(1e-3, now - self._begun_at), now

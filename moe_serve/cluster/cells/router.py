@@ -1,14 +1,14 @@
 """Chooses the cell that reads a prompt, and the one that generates the answer.
 
-    score = seconds until it is read: those in front of it (with service tiers, the forecast of the
-            queue), and its tokens that are not cached
-          + what reading it costs the rows that decode there
+    score = seconds until it is read: the work in front of it (with service tiers, the forecast of
+            the queue), and its tokens that are not cached
+          + the delay that reading it causes for the rows that decode there
           + transfer of the last pages that is not hidden        if another cell decodes
           + the time by which it lengthens the steps of the cell that decodes
 
 Every rank's prefix tree is looked up, so the numbers of cached tokens are exact. The ranks of a
-cell step together and often score alike: then the one with the fewest sequences goes first, as
-the busiest rank decides how long a step takes.
+cell step together and often score alike. Then the rank with the fewest sequences is chosen,
+because the busiest rank decides how long a step takes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _LEAST_PAGES = 2  # to be computed, for a hand-over
 @dataclass(frozen=True, slots=True)
 class Route:
     """The rank that reads a prompt, and the one that should generate its answer. A smaller `score`
-    is better; `load_s` are the seconds of work in front of the prompt; `num_held` the
-    sequences that run on the writer's rank, and on the reader's."""
+    is better; `load_s` is the time of the work in front of the prompt; `num_held` are the numbers
+    of sequences on the rank that generates and on the rank that reads."""
 
     reader: Place
     writer: Place
@@ -45,8 +45,8 @@ class Route:
 
     @property
     def order(self) -> tuple[float, bool, tuple[int, int], tuple[int, str], tuple[int, str]]:
-        """Among equally good routes, one cell goes before two, then the ranks that hold less, then
-        numbers and names decide."""
+        """The sort key. Among equally good routes, one cell goes before two, then the ranks with
+        fewer sequences, then the lower numbers and names."""
         is_two = self.is_hand_over
         return self.score, is_two, self.num_held, self.reader.order, self.writer.order
 
@@ -55,9 +55,9 @@ class Route:
 class _Offer:
     """The seconds that a sequence would cost on a rank.
 
-    `queue_s`: until the rank reads it; `read_s`: to read it, with the delay of the rows that decode
-    there; `more_s`: the delay that it then adds to all rows of a step, its own included;
-    `num_held`: the sequences that run there already.
+    `queue_s`: the time until the rank reads it; `read_s`: the time to read it, with the delay of
+    the rows that decode there; `more_s`: the delay that it then adds to all rows of a step, its own
+    included; `num_held`: the number of sequences that run there already.
     """
 
     place: Place

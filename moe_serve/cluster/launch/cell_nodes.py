@@ -70,11 +70,11 @@ class CellNodes:
         secret: ClusterSecret,
         node: str | None = None,
     ) -> RankStarter:
-        """Returns what starts the ranks of a cell, which connect to its coordinator, `at`. One that
-        is added later is on `node`, or spread over the nodes that there are. Raises CellsError."""
+        """Returns the starter of a cell's ranks, which connect to its coordinator at `at`. A cell
+        that is added later runs on `node`, or spread over all nodes. Raises CellsError."""
         with self._lock:
             if cell not in self._names:
-                assert self._starter is not None, "cells that were there first have started"
+                assert self._starter is not None, "the first cells have started"
                 self._starter.add(self._name(cell, shape), node)
             if self._starter is None:
                 self._starter = self._make_starter(secret)
@@ -84,7 +84,7 @@ class CellNodes:
 
     def check_room(self, num_ranks: int, node: str | None) -> None:
         """See `NodeStarter.check_room`."""
-        assert self._starter is not None, "cells that were there first have started"
+        assert self._starter is not None, "the first cells have started"
         self._starter.check_room(num_ranks, node)
 
     def nodes(self) -> Sequence[NodeStatus]:
@@ -92,7 +92,7 @@ class CellNodes:
         return () if self._starter is None else self._starter.statuses()
 
     def _leave(self, ranks: Sequence[RankName]) -> None:
-        """Removes the cells that have these ranks, whose node leaves or is lost."""
+        """Removes the cells of these ranks, because their node leaves or is lost."""
         with self._lock:
             found = {self._cells[str(rank)][0] for rank in ranks} & self._running
         for cell in sorted(found):

@@ -49,7 +49,7 @@ class NodeAgent:
     def __init__(
         self, channel: Channel[AgentMessage], ranks: NodeRanks, *, has_joined: bool = False
     ) -> None:
-        """`has_joined`: it is no node with which the launch began, so it may leave."""
+        """`has_joined`: the node joined a running launch, so it may leave again."""
         self._channel, self._ranks = channel, ranks
         self._may_leave = has_joined
         self._stop_at_s: float | None = None
@@ -186,7 +186,7 @@ class NodeLife:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoiningNode:
-    """A node that joins a running launch. `agent`: random, see `NodeHello`."""
+    """A node that joins a running launch. `agent`: a random name, see `NodeHello`."""
 
     name: str
     num_places: int

@@ -1,4 +1,4 @@
-"""The places of ranks on the nodes of a launch: its first nodes, and those that joined it."""
+"""Keeps the places of ranks on the nodes of a launch: its first nodes, and those that joined."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,62}")
 
 
 def objection_to_node(name: str, num_places: int) -> str | None:
-    """Returns why a node with this name and so many places cannot join; None: it can. The names of
-    the first nodes are their numbers."""
+    """Returns the reason why a node with this name and number of places cannot join; None: it can.
+    The names of the first nodes are their numbers."""
     if not _NAME.fullmatch(name):
         return (
             f"{name[:100]!r} cannot name a node: use at most 63 letters, digits, dots, dashes and "
@@ -29,28 +29,29 @@ def objection_to_node(name: str, num_places: int) -> str | None:
 
 
 class NodePlaces:
-    """Used with the lock of its owner. A node that has joined keeps its number, and so its ranks,
-    when it comes back. A first node takes any number of ranks."""
+    """The nodes of a launch and the ranks on them. Its owner's lock guards it. A node that has
+    joined keeps its number, and so its ranks, when it comes back. A first node takes any number of
+    ranks."""
 
     def __init__(self, layout: NodeLayout) -> None:
         self.layout, self.num_first = layout, layout.num_nodes
         self.leaving: set[int] = set()  # nodes that get no further ranks
         self._names: dict[int, str] = {}  # of nodes that have joined
         self._num_places: dict[int, int] = {}  # likewise
-        self._removed: set[RankName] = set()  # in the layout, with places to be used again
+        self._removed: set[RankName] = set()  # still in the layout; their places are free
 
     def name_of(self, number: int) -> str:
         return self._names.get(number, str(number))
 
     def number_of(self, name: str) -> int | None:
-        """Returns the number of a node that has joined; None: there was none of this name."""
+        """Returns the number of a node that has joined; None: no node had this name."""
         return next((number for number, each in self._names.items() if each == name), None)
 
     def ranks_on(self, number: int) -> list[RankName]:
         return [rank for rank in self.layout.nodes[number] if rank not in self._removed]
 
     def join(self, hello: NodeHello) -> int:
-        """Returns the number of a node that joins, or is back."""
+        """Adds a node, or finds it again if it has come back. Returns its number."""
         number = self.number_of(hello.joins)
         if number is None:
             number = self.layout.num_nodes
@@ -60,7 +61,7 @@ class NodePlaces:
         return number
 
     def add(self, ranks: Sequence[RankName], node: str | None, present: Collection[int]) -> None:
-        """Gives further ranks their places, those of removed ones first; for the rest see
+        """Gives places to further ranks, those of removed ranks first. Arguments and errors: see
         `check_room`."""
         self.check_room(len(ranks), node, present)
         for rank in ranks:
@@ -69,13 +70,13 @@ class NodePlaces:
             self._removed = {old for old in self._removed if self.layout.has(old)}
 
     def remove(self, ranks: Iterable[RankName]) -> list[int]:
-        """Lets places be used again. Returns the nodes that leave and have no rank any more."""
+        """Frees the places of ranks. Returns the leaving nodes that now have no rank."""
         self._removed.update(ranks)
         return [number for number in self.leaving if not self.ranks_on(number)]
 
     def check_room(self, num_ranks: int, node: str | None, present: Collection[int]) -> None:
-        """Raises CellsError unless so many more ranks have places on a node, or (None) on all of
-        them. `present`: the nodes that are there, without node 0."""
+        """Raises CellsError unless there is room for so many more ranks on a node, or (None) on all
+        nodes together. `present`: the connected nodes, without node 0."""
         free = self._free(node, present)
         if not free:
             known = ", ".join(self.name_of(number) for number in self._free(None, present))
@@ -90,7 +91,7 @@ class NodePlaces:
             )
 
     def statuses(self, present: Collection[int]) -> tuple[NodeStatus, ...]:
-        """Returns the nodes that are there or have ranks."""
+        """Returns the nodes that are connected or have ranks."""
         return tuple(
             NodeStatus(
                 name=self.name_of(number),

@@ -31,8 +31,8 @@ class NodeHello(ControlMessage, frozen=True):
     """The first message of an agent. `host`: its address as node 0 reaches it.
 
     `joins`: the name of a node that joins a running launch, which gives it a number; empty: it is
-    one of the first nodes. `num_places`: the most ranks that a node that joins takes. `agent`:
-    tells it from others that want the same name.
+    one of the first nodes. `num_places`: the largest number of ranks that a joining node takes.
+    `agent`: a random name that tells it from other agents with the same `joins`.
     """
 
     node_rank: int
@@ -50,7 +50,7 @@ class NodeAlive(ControlMessage, frozen=True):
 
 
 class NodeLeaves(ControlMessage, frozen=True):
-    """A node that has joined wants to end: its cells shall leave."""
+    """The message of a joined node that will end, so that its cells are removed."""
 
 
 class RankEnded(ControlMessage, frozen=True):

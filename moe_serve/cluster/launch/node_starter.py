@@ -63,8 +63,8 @@ class NodeStarter:
         num_threads: int | None = None,
         join_s: float | None = None,
     ) -> None:
-        """`join_s`: further nodes may join, and the cells of one that was lost wait for so long
-        until it is back; None: no node may."""
+        """`join_s`: further nodes may join, and the cells of a lost one are kept for so many
+        seconds until it is back; None: no node may join."""
         self._places, self._local = NodePlaces(layout), local
         self._devices, self._num_threads = devices or {}, num_threads
         self._join_s = join_s
@@ -100,14 +100,13 @@ class NodeStarter:
         return self._places.layout
 
     def add(self, ranks: Sequence[RankName], node: str | None = None) -> None:
-        """Gives further ranks their places on the nodes, those of removed ones first. Raises
+        """Gives places on the nodes to further ranks, those of removed ranks first. Raises
         CellsError if there is no room. `node`: see `check_room`."""
         with self._changed:
             self._places.add(ranks, node, self._nodes)
 
     def remove(self, ranks: Iterable[RankName]) -> None:
-        """Lets the places of ranks that were killed be used again. Dismisses nodes that leave and
-        have no other ranks."""
+        """Frees the places of killed ranks. Dismisses leaving nodes that have no other ranks."""
         with self._changed:
             free = self._places.remove(ranks)
             gone = [self._nodes.pop(number) for number in free if number in self._nodes]
@@ -116,8 +115,8 @@ class NodeStarter:
             _log.info("node %s has left", node.name)
 
     def check_room(self, num_ranks: int, node: str | None) -> None:
-        """Raises CellsError unless so many more ranks have places: on a node that has joined, by
-        its name, on one of the first nodes, by its number, or (None) anywhere."""
+        """Raises CellsError unless there is room for so many more ranks. `node`: the name of a
+        joined node, the number of one of the first nodes, or None for all nodes together."""
         with self._changed:
             self._places.check_room(num_ranks, node, self._nodes)
 
@@ -252,7 +251,7 @@ class NodeStarter:
             self._changed.notify_all()
 
     def _let_leave(self, number: int) -> None:
-        """Lets the cells of a node that has joined leave, and then the node."""
+        """Removes the cells of a joined node, and then dismisses the node."""
         with self._changed:
             if number < self._places.num_first or self._is_stopped:
                 return
@@ -265,7 +264,7 @@ class NodeStarter:
             self.remove(())
 
     def _give_up(self, number: int) -> None:
-        """Lets the cells of a lost node leave if it has not come back."""
+        """Removes the cells of a lost node if it has not come back."""
         with self._changed:
             is_back = number in self._nodes
         if not is_back:
@@ -318,11 +317,11 @@ class NodeStarter:
             return "this launch has no cells (--cells), and a node can only get ranks of new cells"
         with self._changed:
             if self._missing():
-                return "the nodes with which the launch begins are not all there: try again then"
+                return "the first nodes of the launch are not all connected yet: try again later"
             number = self._places.number_of(hello.joins)
             before = None if number is None else self._nodes.get(number)
         if before is not None and before.hello.agent != hello.agent:
-            return f"a node named {hello.joins} has joined before: give this one another --node"
+            return f"a node named {hello.joins} has joined before: give another --node to this one"
         return objection_to_node(hello.joins, hello.num_places)
 
     def _missing(self) -> list[int]:

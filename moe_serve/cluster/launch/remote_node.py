@@ -18,8 +18,8 @@ from moe_serve.errors import ChannelClosedError
 
 
 class RemoteNode:
-    """Node 0's end of one agent's connection, read on a thread of its own. The calls are made on
-    that thread; `on_gone` once, with the reason."""
+    """Node 0's end of one agent's connection, read on a thread of its own. The callbacks run on
+    that thread; `on_gone` is called once, with the reason."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class RemoteNode:
 
     @property
     def name(self) -> str:
-        """The name of a node that has joined, or the number of another one."""
+        """The name of a joined node, or the number of one of the first nodes."""
         return self.hello.joins or str(self.number)
 
     def watch(self) -> None:

@@ -97,7 +97,7 @@ class Worker:
         period_s = configure.config.cluster.heartbeat_s
         threading.Thread(target=self._beat, args=(period_s,), daemon=True).start()
         if configure.config.cells.prefill_nice:
-            # On Linux of this thread and those that it starts, not of the one that beats.
+            # On Linux this applies to this thread and those it starts, not to the heartbeat.
             os.nice(configure.config.cells.prefill_nice)
         try:
             rank = self._make(configure)

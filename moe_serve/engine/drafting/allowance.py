@@ -11,7 +11,7 @@ _FIRST_LOOKUP_STEPS = 1.0  # and at first
 _MOST_DEBT_STEPS = 1.0  # below zero
 _LONGEST_PAUSE = 64  # steps
 _LOOKUP_S = 20e-6  # the time of a lookup before any was measured
-_COLD = 3.0  # the time by which lookups in vain make a step longer, over their own: caches are cold
+_COLD = 3.0  # a step grows by so many times the time of a lookup in vain: its caches are cold
 _WEIGHT = 0.05  # of a new measurement
 _MOST_SLOWER = 4.0  # a measurement counts as at most this times the average
 
@@ -56,7 +56,7 @@ class DraftingAllowance:
 
     @property
     def pause(self) -> int:
-        """The number of steps that earn nothing worth asking for: an account is empty."""
+        """The number of steps before an empty account has earned enough to ask for drafts again."""
         if self._step_s is None:
             return 0
         rows_s, lookup_s = -self._rows.left_s, _COLD * self._lookup_s - self._lookups.left_s

@@ -67,12 +67,11 @@ def with_certain(
     most: int,
     seconds: Seconds,
 ) -> dict[int, int]:
-    """Returns the lengths with more of the drafts whose tokens are certain, of which `certain` has
-    the lengths.
+    """Returns the lengths, extended for drafts whose tokens are certain up to those in `certain`.
 
-    Such a token costs a row in this step or in a later one, so its row is no further work, and
-    fewer steps are needed. It is left for later only where the step's tokens per second fall, or
-    where the step would take more than twice its time, as others wait for it.
+    Such a token needs a row in this step or in a later one, so its row is no additional work, and
+    saves a step. It is left for later only if the step would make fewer tokens per second, or
+    would take more than twice its time while other sequences wait for it.
     """
     found, step_s = dict(lengths), seconds(num_rows)
     rows = num_rows + sum(lengths.values())

@@ -1,4 +1,4 @@
-"""Learns how often a network's guesses are right that it takes to be equally likely."""
+"""Learns how often guesses are right to which a network gives the same probability."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence as Items
 
 _NUM_BUCKETS = 10  # of confidences from 0 to 100 per cent
 _PRIOR_TRIES = 4.0  # weight of the network's own confidence
-_MAX_TRIES = 256.0  # counts are halved there, so that they follow a change
-_MOST = 0.98  # a confidence before any guess was verified
+_MAX_TRIES = 256.0  # at this count all counts are halved, so that they follow a change
+_MOST = 0.98  # the highest rate, also before any guess was verified
 
 
 class ConfidenceRates:
     """Counts tried and accepted guesses by confidence, whatever their place in a draft.
 
-    A network that is too sure of itself, or that guesses for sampled text, is so corrected from
-    what the model takes.
+    So the confidences of a network that is too sure, or that guesses for sampled text, are
+    corrected by the tokens that the model accepts.
     """
 
     __slots__ = ("_accepted", "_rates", "_tried")

@@ -27,8 +27,8 @@ class Draft:
     """The tokens that a drafter expects next. It is made for one step and never kept.
 
     `evidence` is the number of tokens that agreed before the drafted ones; the acceptance of drafts
-    is counted apart by source and evidence. `confidences` has how likely a network takes each token
-    to be, in per cent; empty: the drafter does not say.
+    is counted apart by source and evidence. `confidences`: the probability that a network gives to
+    each token, in per cent; empty: the drafter has none.
     """
 
     token_ids: tuple[int, ...]
@@ -45,7 +45,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class DraftProposal:
-    """A draft that was made where tokens are sampled: for the next step of a sequence."""
+    """A draft for the next step of a sequence, made by the process that samples tokens."""
 
     source: str  # a `DraftSource`
     token_ids: tuple[int, ...]
@@ -54,7 +54,7 @@ class DraftProposal:
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """The proposals of a step by sequence id, and the seconds that a network guessed for them."""
+    """The proposals of a step by sequence id, and the time in which a network made them."""
 
     of: Mapping[int, DraftProposal] = field(default_factory=dict)
     guess_s: float = 0.0

@@ -51,15 +51,15 @@ class Drafting:
         guesses_take_pages: bool = False,
         clock: Clock = REAL_CLOCK,
     ) -> None:
-        """`past_answers` learns from finished answers; it is one of the drafters. `guessing` asks
-        the network that guesses where tokens are sampled; its guesses may need pages behind a
-        sequence's tokens. Unless `is_adaptive`, every draft is verified with `max_tokens` tokens,
-        whatever it costs."""
+        """`past_answers` learns from finished answers; it is one of the drafters. `guessing`
+        decides when the network guesses in the process that samples; its guesses may need pages
+        behind a sequence's tokens. Unless `is_adaptive`, every draft is verified with `max_tokens`
+        tokens, whatever it costs."""
         self._drafters, self._past = tuple(drafters), past_answers
         self._stop, self._max_tokens, self._is_adaptive = stop, max_tokens, is_adaptive
         self._vocab_size, self._clock = vocab_size, clock
         self._guessing, self.guesses_take_pages = guessing, guesses_take_pages
-        self.num_guesses = 0  # for each sequence behind the step that begins
+        self.num_guesses = 0  # to guess for each sequence after the step that begins
         self._num_sampled = 0  # sequences that it may be asked for; 0: `choose` was not called
         self._num_asked = 0  # sequences of the last step that guessed; 0: none did
         self._acceptance, self._patience, self._times = Acceptance(), Patience(), StepTimes()
@@ -109,7 +109,7 @@ class Drafting:
         chosen = {key: drafts[key].cut(length) for key, length in lengths.items()}
         seconds = self._clock() - clock
         self._counter.note_seconds(seconds)
-        if not chosen:  # so the lookups were in vain, and this time too
+        if not chosen:  # so the lookups were in vain, and so was this time
             self._allowance.pay_lookups(0, seconds)
         return chosen
 
@@ -146,8 +146,8 @@ class Drafting:
         return result
 
     def pause(self, schedule: Schedule) -> int:
-        """Returns how many steps after the one that begins need not call `choose`, if the same
-        sequences run in them and nothing is proposed: none of them would have a draft."""
+        """Returns how many steps after the one that begins need not call `choose`, because they
+        would have no draft: if the same sequences run in them and nothing is proposed."""
         is_busy = self.num_guesses or self._proposed or not self._is_adaptive
         if is_busy or (self._past is not None and self._past.has_work):
             return 0
@@ -183,8 +183,8 @@ class Drafting:
         self._allowance.settle(num_steps, step_s, saved_s, lost_s)
 
     def note_proposals(self, num_sequences: int, proposals: Proposals) -> None:
-        """Keeps what grammars or a network expect after a step of so many sequences, for the
-        drafts of the next one."""
+        """Keeps the proposals of grammars and of a network after a step of so many sequences, for
+        the drafts of the next step."""
         self._proposed = proposals.of
         if self._guessing is None:
             return
@@ -211,7 +211,7 @@ class Drafting:
             drafter.forget(sequence_ids)
 
     def _note_round(self, num_rows: int, chosen: Mapping[int, Draft]) -> None:
-        """Learns what the guesses of the last step are worth."""
+        """Learns the gain and the cost of the guesses of the last step."""
         guessing, num_asked = self._guessing, self._num_asked
         if guessing is None or not num_asked:
             return
@@ -316,8 +316,8 @@ def _num_sampled(schedule: Schedule) -> int:
 
 
 def _warmth(temperature: float) -> int:
-    """Returns the evidence of a guess: guesses for greedy requests, and for those that are sampled
-    at low and at high temperatures, are accepted differently."""
+    """Returns the evidence of a guess. It differs for greedy requests and for low and high
+    temperatures, whose guesses are accepted at different rates."""
     return 0 if temperature == 0.0 else 2 if temperature < _WARM else 4
 
 

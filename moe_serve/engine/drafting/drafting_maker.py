@@ -58,7 +58,7 @@ def drafting_maker(
 
 
 def _guessing(config: SpeculationConfig) -> Guessing | None:
-    """Returns what asks the network of the method for guesses; None if it has no network."""
+    """Returns the decider about guesses of the method's network; None if it has no network."""
     if not config.num_guesses:
         return None
     source = DraftSource(config.method)

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from moe_serve.engine.drafting.draft import DraftSource
 
 Seconds = Callable[[int], float]  # the time of a decode step with so many rows
-_LEAST_GAIN = 1.01  # in speed, above which guessing goes on
-_LEAST_ROUNDS = 8  # guesses of a batch size before its averages count
+_LEAST_GAIN = 1.01  # the least gain in speed at which guessing goes on
+_LEAST_ROUNDS = 8  # rounds of a batch size before its averages count
 _LEAST_WEIGHT = 1 / 32  # of a new measurement
-_COLD = 2.0  # the time by which guesses make steps longer, over their own: caches are cold
+_COLD = 2.0  # a step grows by so many times the time of its guesses: its caches are cold
 _MOST_SLOWER = 4.0  # a measured time counts as at most this times the average
-_FIRST_REST, _LAST_REST = 32, 1024  # steps without guesses before some are tried again
-_TRIED = 4  # steps in turn that guess then
-_TRY_SHARE = 0.01  # of the time, which tries may take; dear guesses are tried after longer rests
-# Until guesses were measured: the time of one over that of a step, and the share that is right.
+_FIRST_REST, _LAST_REST = 32, 1024  # steps without guesses before the next trial
+_TRIED = 4  # steps of a trial
+_TRY_SHARE = 0.01  # share of the time for trials; slow guesses are tried after longer rests
+# Before any measurement: the time of a guess over that of a step, and the share of right guesses.
 _COST_MODEL = {
     DraftSource.HEAD: (0.15, 0.6),
     DraftSource.MTP: (0.25, 0.7),
@@ -26,40 +26,39 @@ _COST_MODEL = {
 
 @dataclass(slots=True)
 class _Size:
-    """The averages for batches of about one size. A round is what a step guesses: `tokens` and
-    `rows_time` of the step that verifies it, over those of a step without drafts."""
+    """The averages for batches of about one size. A round is the guesses of a step; `tokens` and
+    `rows_time` are those of the step that verifies them, over those of a step without drafts."""
 
     num_rounds: int = 0
     tokens: float = 1.0
     rows_time: float = 1.0
     seconds: float = 0.0
     num_timed: int = 0
-    rest: int = _FIRST_REST  # steps without guesses before some are tried
+    rest: int = _FIRST_REST  # steps without guesses before a trial
     num_rested: int = 0
-    num_tried: int = 0  # steps in turn that guess although no gain is expected
+    num_tried: int = 0  # steps of the present trial
 
 
 class Guessing:
-    """Asks a network for guesses while the tokens that they add are worth their whole time.
+    """Asks a network for guesses while the tokens that they add are worth their time.
 
     With the averages of the last rounds, guessing pays if
 
         tokens of a step  >  time of its rows + 2 x time of guessing        over one without drafts
 
-    A drafter that looks up costs next to nothing where it finds nothing, but a network takes its
-    time in every step that asks it. So if it does not pay, no step asks, except a few in turn after
-    32, 64, ... 1024 steps, or more if they are dear. The averages are kept by the size of the
-    batch, in powers of two.
+    A drafter that looks up drafts costs next to nothing when it finds nothing, but a network costs
+    time in every step that asks it. So if guessing does not pay, no step asks, except four in a row
+    after 32, 64, ... 1024 steps, or after more if guesses are slow. The averages are kept by the
+    size of the batch, in powers of two.
     """
 
     def __init__(self, source: DraftSource, most: int, *, is_adaptive: bool = True) -> None:
-        """`most`: tokens that are guessed for a sequence. Unless `is_adaptive`, each step asks."""
+        """`most`: the tokens to guess for a sequence. Unless `is_adaptive`, each step asks."""
         self.source, self._most, self._is_adaptive = source, most, is_adaptive
         self._sizes: dict[int, _Size] = {}
 
     def ask(self, num_sequences: int, seconds: Seconds) -> int:
-        """Returns the number of tokens to guess for each of the sequences behind the step that
-        begins."""
+        """Returns the number of tokens to guess for each sequence after the step that begins."""
         if not num_sequences:
             return 0
         size = self._size(num_sequences)
@@ -81,7 +80,7 @@ class Guessing:
         return max(0, self._rest(size, num_sequences, seconds) - size.num_rested - 1)
 
     def is_due(self, num_sequences: int, seconds: Seconds) -> bool:
-        """Returns whether the next step would ask."""
+        """Returns True if the next step would ask."""
         size = self._size(num_sequences)
         is_rested = size.num_rested >= self._rest(size, num_sequences, seconds)
         return is_rested or self._pays(size, num_sequences, seconds)
@@ -99,8 +98,8 @@ class Guessing:
         size.seconds, size.num_timed = seconds, size.num_timed + 1
 
     def note_round(self, num_sequences: int, tokens: float, rows_time: float) -> None:
-        """Learns what a round is worth: the tokens to expect of a sequence's step, and the time of
-        the step, both over those without its guesses."""
+        """Learns the gain and the cost of a round: the expected tokens of a sequence in the step
+        that verifies it, and the time of that step, both over those without guesses."""
         size = self._size(num_sequences)
         weight = _weight(size.num_rounds)
         size.tokens += weight * (tokens - size.tokens)
@@ -108,7 +107,7 @@ class Guessing:
         size.num_rounds += 1
 
     def _rest(self, size: _Size, num_sequences: int, seconds: Seconds) -> int:
-        """Returns the steps without guesses before some are tried again."""
+        """Returns the number of steps without guesses before the next trial."""
         cost, _ = _COST_MODEL[self.source]
         measured = _COLD * size.seconds / seconds(num_sequences)
         rounds = measured if size.num_timed else self._most * cost
@@ -121,7 +120,7 @@ class Guessing:
         return size.tokens > _LEAST_GAIN * time
 
     def _promises(self, num_sequences: int, seconds: Seconds) -> bool:
-        """Returns whether guessing pays by the cost model, with the best number of tokens."""
+        """Returns True if guessing pays by the cost model, with the best number of tokens."""
         cost, rate = _COST_MODEL[self.source]
         tokens, survival, step_s = 1.0, 1.0, seconds(num_sequences)
         for count in range(1, self._most + 1):

@@ -25,9 +25,9 @@ class Patience:
     """Counts the steps in which sequences had no draft that promised a gain.
 
     After such steps a sequence pauses for 1, then 3 steps, and for up to 31 if its drafts were
-    hopeless. Pauses of one length end together, so that most steps ask for nothing. It tries a
-    draft of one token after 16, 32, ... 256 steps, to find out whether its
-    luck or the cost of rows has changed. A step in which it pauses costs it one look in a table.
+    hopeless. Pauses of one length end together, so that most steps ask for nothing. A sequence
+    tries a draft of one token after 16, 32, ... 256 steps, to find out whether its acceptance or
+    the cost of rows has changed. A step of its pause costs one lookup in a table.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Patience:
         return found
 
     def pause(self, sequence_ids: Iterable[int], least: int = 0) -> int:
-        """Returns how many steps after this one none of the sequences asks in: at least `least`,
+        """Returns the number of steps after this one in which no sequence asks: at least `least`,
         unless one is new or gains."""
         wake_of = self._wakes.get
         first = min([wake_of(key, 0) for key in sequence_ids], default=0)

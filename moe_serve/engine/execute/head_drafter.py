@@ -14,11 +14,11 @@ from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.pipeline import Pipeline
 
 _MOST_SEQUENCES = 32
-_LEAST_CONFIDENCE = 0.25  # of all tokens of a draft together; below it none would be verified
+_LEAST_CONFIDENCE = 0.25  # of all tokens of a draft together; guesses below it are not made
 
 
 class HeadDrafter:
-    """Implements GuessingNetwork. A draft ends where the head is no longer sure enough."""
+    """Implements GuessingNetwork. A draft ends where the head's confidence is too low."""
 
     def __init__(self, head: SpeculationHead, pipeline: Pipeline) -> None:
         """`pipeline` keeps the last hidden states of steps that ask for guesses."""

@@ -46,7 +46,7 @@ class MTPDrafter:
     def __init__(self, part: MTPPart, pipeline: Pipeline, max_tokens: int) -> None:
         self._part, self._pipeline = part, pipeline
         self._max_tokens, self._has_failed = min(max_tokens, MAX_TOKENS), False
-        self._drafting: list[_Followed] = []  # sequences of the last step that may be guessed
+        self._drafting: list[_Followed] = []  # sequences of the last step that may get guesses
         self._states_TD: Tensor | None = None  # behind its rows
         pipeline.keeps_every_row = True
 
@@ -77,7 +77,7 @@ class MTPDrafter:
         }
 
     def _give_up(self) -> None:
-        _log.exception("the MTP layer failed; it drafts no more")
+        _log.exception("the MTP layer failed, and drafts nothing more until the next start")
         self._has_failed, self._pipeline.keeps_every_row = True, False
 
     def _follow(

@@ -33,7 +33,7 @@ class GuessingNetwork(Protocol):
         ...
 
     def guess(self, plan: StepPlan, found: Verified) -> dict[int, DraftProposal]:
-        """Returns at most `plan.num_guesses` tokens behind the runs of a step, by sequence id."""
+        """Returns at most `plan.num_guesses` tokens after each run of a step, by sequence id."""
         ...
 
 
@@ -82,8 +82,8 @@ class StepDrafter:
     def propose(
         self, plan: StepPlan, found: Verified, sequences: Mapping[int, Sequence]
     ) -> Proposals:
-        """Returns drafts that follow the runs which a step has sampled. A network guesses only if
-        the plan asks for it."""
+        """Returns drafts that continue the sampled tokens of a step. A network guesses only if the
+        plan asks for it."""
         proposals, guess_s = dict[int, DraftProposal](), 0.0
         if self.network is not None:
             self.network.follow(plan, found, sequences)

@@ -158,7 +158,7 @@ class LocalExecutor:
     def _proposals(
         self, plan: StepPlan, found: Verified, sequences: Mapping[int, Sequence]
     ) -> Proposals:
-        """Returns drafts for the next step. A grammar that made no mask forces nothing."""
+        """Returns drafts for the next step. A grammar without a mask forces no tokens."""
         if self.drafter is None or not (self.drafter.network or self._mask_costs):
             return NO_PROPOSALS
         return self.drafter.propose(plan, found, sequences)
@@ -186,15 +186,15 @@ class LocalExecutor:
     def _sample_plain(
         self, logits: Tensor, slices: Rows[SequenceSlice], sequences: Mapping[int, Sequence]
     ) -> Verified | None:
-        """Does what `verify` does for a step whose tokens only the logits decide. None: they do
-        not, or the sampler raised; then nothing was done."""
+        """Verifies a step whose tokens only the logits decide, faster than `verify`. None: the step
+        is of another kind, or the sampler raised; then nothing was done."""
         points = plain_points(slices, sequences)
         if points is None:
             return None
         try:
             tokens = self._sampler.sample(logits, points)
         except Exception:
-            return None  # the usual way finds the faulty row
+            return None  # `verify` finds the faulty row
         found = Verified()
         for row, (piece, token) in enumerate(zip(slices, tokens, strict=True)):
             found.sampled[piece.sequence_id], found.rows[piece.sequence_id] = (token,), row

@@ -38,8 +38,8 @@ class Verified:
 def plain_points(
     slices: Items[SequenceSlice], sequences: Mapping[int, Sequence]
 ) -> list[SamplingPoint] | None:
-    """Returns the points of a step in which every slice gets a token that only its logits decide.
-    None: some slice does not, or it has a draft."""
+    """Returns the points of a step if the logits alone decide the token of every slice; None if a
+    slice has a draft, or other settings decide its token."""
     points = []
     for piece in slices:
         sequence, position = sequences[piece.sequence_id], piece.start + len(piece.token_ids)

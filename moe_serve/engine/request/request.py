@@ -45,7 +45,8 @@ class DecodingRules:
 
     @property
     def is_plain(self) -> bool:
-        """True if nothing bounds the tokens, and the prompt's are not described."""
+        """True if no constraint limits the tokens, and no log probabilities of the prompt are
+        wanted."""
         is_bound = self.constraint or self.bad_word_ids or self.thinking_markers
         return self.prompt_logprobs is None and not is_bound
 

@@ -189,8 +189,8 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """True if a token is the largest logit as the model gives it, and only the token is
-        wanted."""
+        """True if each token is that with the largest unchanged logit, and only the token is
+        wanted, without log probabilities."""
         is_changed = self.logit_bias or self.has_penalties or self.min_tokens
         is_bound = self.allowed_token_ids or self.thinking_token_budget is not None
         return self.is_greedy and self.logprobs is None and not (is_changed or is_bound)

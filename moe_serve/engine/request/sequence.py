@@ -98,7 +98,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprob] = []
         self.matcher: SequenceMatcher | None = None  # for its constraint, where it is sampled
         self.thoughts: ThoughtCounter | None = None  # for its thinking budget, likewise
-        # its next token is the largest logit, which nothing changes, and only the token is wanted
+        # the next token is that with the largest unchanged logit; no log probabilities
         self.is_plain = request.params.is_plain and self.rules.is_plain
         seed = request.params.seed
         self.seed = secrets.randbits(63) if seed is None else seed

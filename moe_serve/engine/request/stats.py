@@ -225,16 +225,16 @@ class CellStatus:
 ScaleAction = Literal[
     "add",  # cells are started
     "remove",  # cells leave
-    "keep",  # there are as many as are wanted
-    "hold",  # other numbers are wanted, and cannot be had now
+    "keep",  # the wanted number runs
+    "hold",  # another number is wanted, but not possible now
     "failed",  # a cell that was added could not start
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingStats:
-    """The state of autoscaling, filled by what decides. `last`: the last action that was not to
-    keep the cells, in a sentence, and `num_said` how many such sentences there were."""
+    """The state of autoscaling, filled by `LiveScaler`. `last`: a sentence about the last decision
+    other than `keep`; `num_said`: the number of such sentences so far."""
 
     policy: str
     wanted: Mapping[str, int]  # cells of each role that is scaled

@@ -113,8 +113,8 @@ class ArenaDisk:
         )
 
     def _enter(self, load: StoreLoad, loaded: LoadedPages) -> int:
-        """Puts loaded pages into slots while there are free ones. Returns their number. It gets all
-        pages of a load at once: none of them takes another's slot."""
+        """Puts loaded pages into slots while there are free ones. Returns their number. It must get
+        all pages of a load at once, so that none of them takes another's slot."""
         run: list[tuple[bytes, int]] = []
         for key, page in zip(load.keys, loaded, strict=False):
             slot = self._arena.reserve()

@@ -1,10 +1,10 @@
 """Moves pages between the prefix cache and a tier, without ever waiting for it.
 
-Full pages are copied for the store a few at a time, at the beginning of steps: many become known at
-once, and a step that copied all of them would be late. A waiting sequence whose next pages are in
-the store waits while these are read, as it would for a running sequence that computes them; others
-start in the meantime. What was read is put into the cache while the rest is read. A load that is
-late is given up: the sequence computes.
+Full pages are copied for the store at the beginning of steps, a few at a time: many become full at
+once, and a step that copied all of them would be late. If the next pages of a waiting sequence are
+in the store, the sequence waits while they are read, as it would for a running sequence that
+computes them; others start in the meantime. Pages enter the cache while the rest is read. A late
+load is given up, and the sequence computes the pages.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from moe_serve.engine.request.sequence import Schedule, Sequence
 from moe_serve.engine.schedule.kv_tier import KVTier
 from moe_serve.engine.schedule.store_loads import RecentSteps, StoreLoad, StoreLoads, close_store
 
-_PAGES_PER_STEP = 16  # copied for the store at most in a step
-_SPREAD_STEPS = 64  # over which the pages are copied that became known at once
-_TOGETHER = 4  # pages copied at least, if there are: the first of a step takes longest
-_BEHIND_SHARE = 8  # of the cache, one in so many pages may wait: they could be evicted before
+_PAGES_PER_STEP = 16  # most pages copied for the store in a step
+_SPREAD_STEPS = 64  # steps over which a burst of full pages is copied
+_TOGETHER = 4  # least pages copied in a step, as the first one takes longest
+_BEHIND_SHARE = 8  # one in so many pages of the cache may wait to be copied; more could be evicted
 _MOST_QUEUED = 65536  # pages that wait to be copied
 
 
@@ -58,7 +58,7 @@ class PageTiers(KVTier):
         self.loads = StoreLoads(store, cache.page_size, pages.num_bytes, clock)
         self._times = RecentSteps(self.loads.rule, clock)
         self._fresh: deque[tuple[int, bytes, bytes]] = deque()  # page, key, parent key
-        self._pace, self._due = 0.0, 0.0  # pages a step, until none is left; those due now
+        self._pace, self._due = 0.0, 0.0  # pages per step until none is left; pages due now
         self._num_dropped = 0
 
     @property
@@ -97,7 +97,7 @@ class PageTiers(KVTier):
             self._hand_over(self._num_due())
 
     def _num_due(self) -> int:
-        """Returns how many pages are to be copied in this step."""
+        """Returns the number of pages to copy in this step."""
         num_fresh = len(self._fresh)
         self._pace = max(self._pace, num_fresh / _SPREAD_STEPS)
         num_behind = num_fresh - self._cache.num_pages // _BEHIND_SHARE
@@ -117,8 +117,8 @@ class PageTiers(KVTier):
             self._pace = self._due = 0.0
 
     def step_begins(self, schedule: Schedule) -> None:
-        """See `KVTier.step_begins`. An empty step delays nothing: it copies more pages, and waits a
-        moment for a load that runs."""
+        """See `KVTier.step_begins`. An empty step delays nothing, so it copies more pages, and
+        waits a moment for a running load."""
         self._times.begins(schedule.values())
         if not schedule:
             if self._fresh:

@@ -223,7 +223,7 @@ class Scheduler:
             self._preempt(victim, {})
 
     def step_ended(self, num_tokens: int) -> None:
-        """Notes the end of the last step. `num_tokens`: computed since the start."""
+        """Notes the end of the last step. `num_tokens`: those computed since the start."""
         self.step_tokens.count_to(num_tokens)
         self.tier.step_ended()
         if self.service is not None:

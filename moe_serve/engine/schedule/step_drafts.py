@@ -31,8 +31,8 @@ class StepDrafts:
         self._begun_at = self._ended_at = clock()
         self._extended: set[int] = set()  # sequences with pages behind their next token
         self._resting: set[int] = set()  # sequences that were spoiled: their next step has no draft
-        self._quiet: frozenset[int] = frozenset()  # sequences of a pause in which none has a draft
-        self._num_quiet = self._num_left = 0  # its steps that have ended, and those that are left
+        self._quiet: frozenset[int] = frozenset()  # sequences of a pause, in which none has a draft
+        self._num_quiet = self._num_left = 0  # ended and remaining steps of the pause
         self._has_chosen = False  # in the running step
 
     @property
@@ -40,8 +40,8 @@ class StepDrafts:
         return DraftCounts() if self._drafting is None else self._drafting.counts
 
     def use(self, drafting: Drafting | None, clock: Clock | None = None) -> None:
-        """Changes the drafting, and the clock that measures steps, from the next step on. It is
-        called between steps."""
+        """Changes the drafting, and the clock that measures steps. It must be called between
+        steps."""
         self._clock = self._clock if clock is None else clock
         self._begun_at = self._ended_at = self._clock()
         self._drafting, self._has_chosen = drafting, False

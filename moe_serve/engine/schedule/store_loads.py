@@ -1,9 +1,9 @@
 """Tracks the loads from a store, the sequences that wait for them, and the time they may take.
 
 A load that takes longer than computing is given up: its sequence takes the pages that were read,
-and computes the rest. While one is past its deadline nothing else is asked, and when that happens
-for the third time in turn the store is switched off. What a load brought is handed to the caller,
-who knows where pages go, some of it while the rest is read.
+and computes the rest. While a load is past its deadline no other load begins, and after the third
+late load in a row the store is switched off. Loaded pages are handed to the caller, which puts them
+in place, some of them while the rest is read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_LATE = 3  # times in turn that loads took until their deadline: the store 
 _MOST_LOADS = 2  # of one sequence: pages that are evicted at once are not read for ever
 _WAIT_S = 0.005  # for the store, while nothing else is to be done
 _CLOSE_S = 10.0  # for pages that are not stored yet, at the end
-_LEAST_ENTERED = 16  # pages of a load that runs
+_LEAST_ENTERED = 16  # fewer pages of a running load are not handed over
 _PROBE_PAGES, _PROBE_EVERY = 4, 32  # a small load after 0, 1, 2, 4 ... 32, 64, 96 that do not pay
 
 
@@ -40,8 +40,8 @@ class StoreLoad:
     deadline: float  # when it shows that the store hangs
     decision: Decision
     is_probe: bool = False
-    num_entered: int = 0  # pages that the caller has put into place
-    is_cut: bool = False  # the caller could not: no page behind them is of use
+    num_entered: int = 0  # pages that the caller has put in place
+    is_cut: bool = False  # the caller could not put one in place, so later ones are useless
 
 
 Enter = Callable[[StoreLoad, LoadedPages], int]
@@ -96,9 +96,9 @@ class StoreLoads:
         return True
 
     def take(self, enter: Enter, *, is_gradual: bool = False) -> None:
-        """Hands over loaded pages and gives up late loads. `enter` puts the pages, which are behind
-        those that it put before, where the sequence finds them, and returns their number.
-        `is_gradual`: it gets pages of loads that run."""
+        """Hands over loaded pages and gives up late loads. `enter` puts pages, which follow those
+        of earlier calls, where the sequence finds them, and returns their number. `is_gradual`: it
+        also gets pages of running loads."""
         if not (self._loads or self._late):
             return  # most steps: nothing was asked
         for load, done in itertools.chain(self._take_done(), self._give_up_slow()):
@@ -110,8 +110,8 @@ class StoreLoads:
         self._count_hanging()
 
     def _has_more(self, number: int, load: StoreLoad) -> bool:
-        """Returns whether a load has read so many pages more that they are worth the look-up of
-        those before them."""
+        """Returns True if a load has read enough further pages to be worth another lookup of the
+        pages before them."""
         progress = None if load.is_probe or load.is_cut else self._store.progress(number)
         num_read = 0 if progress is None else progress.num_read
         return num_read - load.num_entered >= max(_LEAST_ENTERED, load.num_entered // 4)

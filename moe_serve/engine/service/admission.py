@@ -115,7 +115,7 @@ class Admission:
         self._closed_engines.discard(engine)
 
     def set_engine_open(self, engine: int, *, is_open: bool) -> None:
-        """Notes whether an engine takes new requests, on the engine's thread."""
+        """Sets if an engine takes new requests. It is called on the engine's thread."""
         if is_open:
             self._closed_engines.discard(engine)
         else:
@@ -182,8 +182,8 @@ class Admission:
     def _in_order_s(
         self, snapshot: QueueSnapshot, num_prompt_tokens: int, turns: _CellTurns
     ) -> float | None:
-        """Predicts the time to the first token if the order of arrival goes on; None: it is not the
-        order now."""
+        """Predicts the time to the first token in the order of arrival; None: requests are not
+        served in that order now."""
         if not snapshot.is_calm:
             return None
         num_more, more_tokens = self._since(snapshot.cell, turns, math.inf)
@@ -201,7 +201,7 @@ class Admission:
         priority: int,
         turns: _CellTurns,
     ) -> float:
-        """Predicts the time to the first token from the place that a request gets by its key."""
+        """Predicts the time to the first token from a request's place in the queue by its key."""
         keys_at = self._keys_at(snapshot, service, num_prompt_tokens, priority)
         num_more, more_tokens = self._since(snapshot.cell, turns, float(keys_at(_NOW)[0]))
         return snapshot.first_token_s(

@@ -46,7 +46,7 @@ class QueueSnapshot:
     usual_step_s: float = 0.0
     budget: float = math.inf  # prompt tokens of a step
     bucket_s: float = 0.0  # keys that differ by less are equally urgent
-    is_calm: bool = False  # requests are served in order of arrival while all are in time so
+    is_calm: bool = False  # requests are served in order of arrival, which meets all targets now
     num_free_seats: int = 1
     remaining: Remaining | None = None  # answers that are being generated
     seat_s: float = 0.0  # seconds between two seats that become free
@@ -83,7 +83,7 @@ class QueueSnapshot:
     def in_order_s(
         self, num_tokens: float, *, num_more: float = 0.0, num_more_tokens: float = 0.0
     ) -> float:
-        """Predicts the same for a server that serves its requests in order of arrival."""
+        """Predicts the same if requests are served in order of arrival."""
         ahead = float(self.num_left.sum()) + float(self.reading_left.sum()) + num_more_tokens
         lacking = len(self.num_left) + num_more + 1 - self.num_free_seats
         near_s = self._stepwise_s(num_tokens, ahead, 0.0, lacking, (0.0, 0.0))
@@ -113,7 +113,7 @@ class QueueSnapshot:
         self, own: float, ahead: float, behind: float, lacking: float, per_s: tuple[float, float]
     ) -> float | None:
         """Foresees the next steps for a prompt of `own` tokens. `per_s`: requests and tokens that
-        come and go first."""
+        come later and are served first, per second."""
         steps = NearSteps(step_s=self.step_s, more_s=self.more_s, budget=self.budget)
         if ahead + own > steps.most_tokens:
             return None

@@ -28,7 +28,7 @@ MOST_BUCKET_S = 0.25  # keys that differ by at most a bucket are equally urgent
 _BUCKETS = 16  # of a bucket, at least in the strictest target of the tiers
 _MOST_RATIO = 2.0  # of the longest and the shortest reading time that atc tells apart
 _LEAST_WORK_S = 1e-6
-_HARD_BOUND = 2.0  # times max_wait_s, after which a request goes by age whatever its share
+_HARD_BOUND = 2.0  # times max_wait_s: any request goes by age then, whatever its tenant's share
 _PREEMPTED, _AGED, _DEMOTED = -2e9, -1e9, 1e9  # offsets of the classes, beyond every key
 
 
@@ -57,7 +57,7 @@ def check_order(config: SchedulerConfig) -> None:
 
 
 def log_of(seconds: float) -> float:
-    """Returns the logarithm of a time to read something; that of a moment for none."""
+    """Returns the logarithm of a time of reading, with a small lower bound in place of 0."""
     return math.log(max(_LEAST_WORK_S, seconds))
 
 
@@ -67,8 +67,8 @@ def is_aged(keys: Floats) -> NDArray[np.bool_]:
 
 
 class Rule(Protocol):
-    """The key of a request, from its age, the time until it must start (`slack`), the time to read
-    its prompt (`work`) and its logarithm, and that of its weight."""
+    """Computes the key of a request from its age, the time until it must start (`slack`), the time
+    to read its prompt (`work`), and the logarithms of that time and of its weight."""
 
     def __call__(
         self,
@@ -197,9 +197,9 @@ class StartOrder:
 
 
 def all_in_time(queued: Floats, work: Floats, seat: Floats, slack: Floats, seat_s: float) -> bool:
-    """Returns whether all requests keep their deadlines if they are read in order of arrival. By
-    request: seconds to read it, 1 if it needs a seat, and the time until it must be read. `seat_s`:
-    seconds until the n-th seat that is needed is free, over n."""
+    """Returns True if all requests keep their deadlines when they are read in order of arrival. The
+    arrays have for each request the seconds to read it, 1 if it needs a seat, and the time until it
+    must be read. `seat_s`: the seconds until the n-th needed seat is free, over n."""
     order = np.argsort(queued, kind="stable")
     read_s = np.cumsum(work[order])
     own_s, seats_s = work[order], np.cumsum(seat[order]) * seat_s

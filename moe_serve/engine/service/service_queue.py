@@ -25,7 +25,7 @@ from moe_serve.engine.service.waiting_table import WaitingTable
 _NUM_ENDS = 129  # ends of requests from which the time between two free seats is known
 _LEAST_NUM_ENDS = 4
 NOTHING: Schedule = {}
-_MOST_CALM = 256  # waiting requests that may be served in order of arrival
+_MOST_CALM = 256  # longest queue that may be served in order of arrival
 _LEAST_PAUSE_S = 0.05  # between two snapshots of a queue in which nothing comes or goes
 
 
@@ -42,8 +42,8 @@ class ServiceQueue:
         self.state, self._engine = state, engine
         self.table = WaitingTable()
         self._ranked: RankedWaiting | None = None  # the order in the present step
-        self.is_calm = False  # requests are served in order of arrival, as all are in time so
-        self._danger_s = -math.inf  # when some were last not, steady clock
+        self.is_calm = False  # requests are served in order of arrival
+        self._danger_s = -math.inf  # when that order last missed a target, steady clock
         self._ends: deque[float] = deque(maxlen=_NUM_ENDS)  # of running requests, steady clock
         self._published, self._published_s = (-1, -1), 0.0
         self._last_end_at: float | None = None  # of a step, engine's clock
@@ -71,9 +71,9 @@ class ServiceQueue:
         self._ends.append(self.state.steady())
 
     def begin_step(self, running: Items[Sequence] = ()) -> None:
-        """Forgets the order of the last step. `running`: the engine's sequences. The order becomes
-        that of arrival if all are in time so, and were for the last `patience_s`: to move a request
-        forward would only make others wait."""
+        """Forgets the order of the last step. `running`: the engine's sequences. If the order of
+        arrival has met all deadlines for the last `patience_s`, it is used, because moving a
+        request forward would only make others wait."""
         if self.state.steady.is_resting:
             self.state.steady.turn()
         self._ranked = None
@@ -84,8 +84,8 @@ class ServiceQueue:
             self.is_calm = now_s >= self._danger_s + self.state.config.patience_s
 
     def _are_in_time(self, running: Items[Sequence], now_s: float) -> bool:
-        """Returns whether all prompts keep their deadlines in order of arrival. A long queue, one
-        with tenants above their share, and one in which some will go by age count as if not."""
+        """Returns True if all prompts keep their deadlines in order of arrival. Returns False for a
+        long queue, one with tenants above their share, and one in which some will go by age."""
         state, table, config, num = self.state, self.table, self.state.config, len(self.table)
         if num > _MOST_CALM or not state.model.is_measured or table.num_preempted:
             return False
@@ -328,7 +328,7 @@ class ServiceQueue:
                 self.state.admission.publish(self._engine, self.snapshot(running))
 
     def set_open(self, *, is_open: bool) -> None:
-        """Notes whether the engine takes new requests: forecasts count only on those that do."""
+        """Sets if the engine takes new requests. Forecasts only count engines that do."""
         self.state.admission.set_engine_open(self._engine, is_open=is_open)
 
     def withdraw(self) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus:
-    """A node of a launch. `name`: of one that has joined, else its number."""
+    """A node of a launch. `name`: the name of a joined node, or the number of a first node."""
 
     name: str
     num_ranks: int
@@ -19,8 +19,8 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellPlace:
-    """Says where the ranks of a new cell run. `by_hand`: where operators start them; `node`: on
-    this node of a launch; neither: where the server chooses."""
+    """The place of a new cell's ranks. `by_hand`: where operators start them; `node`: on this node
+    of a launch; neither: where the server chooses."""
 
     by_hand: bool = False
     node: str | None = None
@@ -40,8 +40,8 @@ class CellsControl(Protocol):
     ) -> int:
         """Begins to start a cell such as "1A1E decode", and returns its number.
 
-        `number` makes the call safe to repeat: a cell of the same shape that has this number is
-        that of the first call. Raises ConfigError for a shape that the server cannot have.
+        `number` makes the call safe to repeat: if a cell of the same shape has this number, the
+        call returns it. Raises ConfigError for a shape that the server cannot have.
         """
         ...
 

@@ -1,6 +1,6 @@
 """The attention stage of steps with adapters. A whole fine-tune has an attention stage of its own.
-Where the kernels take it with the step (`AdapterWeights.prepared`), its rows pass the base model's
-layers with all others, else they pass its own stage.
+If the kernels support it (`AdapterWeights.prepared`), its rows pass the base model's layers with
+all other rows; otherwise they pass its own stage.
 
 T rows of a micro-batch, R of them that want logits, D model width, V vocabulary.
 """
@@ -242,7 +242,7 @@ def _joined_additions(
 
 
 def _tuned_groups(inputs: StepInputs) -> list[tuple[RowGroup, AttentionStage]]:
-    """Returns the rows of fine-tunes that pass the layers with others, and their stages."""
+    """Returns the rows of fine-tunes that pass the layers with other rows, and their stages."""
     groups = () if inputs.adapters is None else inputs.adapters.groups
     return [
         (group, group.adapter.stage)
@@ -254,7 +254,7 @@ def _tuned_groups(inputs: StepInputs) -> list[tuple[RowGroup, AttentionStage]]:
 def _heads(
     stage: AttentionStage, inputs: StepInputs, rows_T: Tensor
 ) -> list[tuple[AttentionStage, Tensor]]:
-    """Returns the stages that have the final norms and heads of some rows, with their rows."""
+    """Returns the stages whose final norms and heads the rows use, with their rows."""
     found, is_other_T = [], torch.ones(len(rows_T), dtype=torch.bool, device=rows_T.device)
     for group, tuned in _tuned_groups(inputs):
         if tuned.head is not stage.head or tuned.final_norm is not stage.final_norm:

@@ -32,7 +32,7 @@ class AdapterLayer:
     linears: Mapping[str, LowRank]
     experts: AdapterExperts | None = None
     mlp: ExpertBank | None = None  # in place of the shared expert, or of a dense layer's MLP
-    mlp_additions: Any | None = None  # or what is added to that one, from AdapterKernels
+    mlp_additions: Any | None = None  # or an addition to the base model's, from AdapterKernels
     gate: RouterLinear | None = None  # of that shared expert; None: the base model's
 
     @property

@@ -198,7 +198,7 @@ class AttentionStage:
 
     @property
     def has_all_fronts(self) -> bool:
-        """Returns whether each layer up to its routed experts is one call."""
+        """Returns True if each layer up to its routed experts is one call."""
         return all(front is not None for front in self._fronts)
 
     def has_mlp(self, layer: int) -> bool:

@@ -56,12 +56,12 @@ class DenseMLP:
             weights_T1 = 1.0 / (1.0 + torch.exp(-self.gate(x_TD)))
         if added is None:
             return self.bank(x_TD, ids_T1, weights_T1)
-        assert isinstance(self.bank, AddingBank), f"{type(self.bank).__name__} adds nothing"
+        assert isinstance(self.bank, AddingBank), f"{type(self.bank).__name__} has no additions"
         return self.bank.added_partial(x_TD, ids_T1, weights_T1, added).float()
 
     def adapted(self, x_TD: Tensor, additions: LayerAdditions | None) -> Tensor:
-        """Computes the MLP with what adapters add to it, and for the rows of an adapter with an MLP
-        of its own that one."""
+        """Computes the MLP with the additions of adapters. Rows of an adapter that replaces the MLP
+        use the adapter's."""
         if additions is None:
             return self(x_TD)
         out_TD = self(x_TD, additions.to_mlp)

@@ -115,7 +115,7 @@ class TensorShard:
         )
 
     def addition(self, added: ExpertAddition) -> ExpertAddition:
-        """Selects what is added to this shard's columns of an MLP."""
+        """Selects the additions to this shard's columns of an MLP."""
 
         def own(part: Addition | None) -> Addition | None:
             if part is None or self.count == 1:

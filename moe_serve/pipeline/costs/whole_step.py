@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from moe_serve.pipeline.costs.step_costs import BatchLoad
 
-FEW_ROWS = (2, 8, 32)  # up to so many rows, a row may cost more than beyond
+FEW_ROWS = (2, 8, 32)  # the cost of a further row may fall at these numbers of rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

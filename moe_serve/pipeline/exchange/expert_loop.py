@@ -122,8 +122,8 @@ class ExpertLoop:
         self._layout.finish()
 
     def _serve_step(self, shape: StepShape) -> int:
-        """Serves exchanges from the first on as one call with the messages between them, as far as
-        this is possible. Returns their number. Raises PeerLostError."""
+        """Serves as many exchanges as possible, from the first on, as one call with the messages
+        between them. Returns their number. Raises PeerLostError."""
         lanes, services, num_batches = self._lanes, self._services, shape.num_micro_batches
         is_open = lanes is not None and lanes.is_usable and self._layers and num_batches
         if lanes is None or services is None or not is_open or shape.some_layers:

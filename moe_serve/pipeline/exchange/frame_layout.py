@@ -150,7 +150,7 @@ class FramePool(Generic[FrameT]):
             transfer.wait()
 
     def drop(self, peer: str, micro_batch: int) -> None:
-        """Forgets the frame's transfer, which native code has ended."""
+        """Forgets the frame's transfer after native code has finished it."""
         self._transfers.pop((peer, micro_batch), None)
 
     def wait_all(self) -> None:

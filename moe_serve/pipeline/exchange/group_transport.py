@@ -160,7 +160,7 @@ class GroupTransport:
         self._told.clear()
 
     def native_lanes(self, kernels: RankKernels) -> NativeLanes:
-        """Returns the links to all expert ranks, for calls of several exchanges."""
+        """Returns the links to all expert ranks, for calls that run several exchanges."""
         return NativeLanes(self._group, self._experts, kernels, self._log)
 
     def step_key(self, layer: int) -> StepKey:
@@ -168,11 +168,11 @@ class GroupTransport:
         return step_key(self._exchange(layer, 0))
 
     def leg(self, layer: int, micro_batch: int) -> Leg:
-        """Returns the way back of an exchange, for errors."""
+        """Returns the returning operation of an exchange, for error messages."""
         return Leg("combine", self._exchange(layer, micro_batch))
 
     def sent(self, num_exchanges: int) -> None:
-        """Notes exchanges whose rows native code has sent, the next ones in order."""
+        """Notes that native code has sent the rows of the next exchanges in order."""
         assert num_exchanges <= len(self._left), f"{num_exchanges} of {len(self._left)} exchanges"
         if num_exchanges:
             del self._left[-num_exchanges:]

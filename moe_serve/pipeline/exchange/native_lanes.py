@@ -40,7 +40,7 @@ class NativeLanes:
         """Runs a call with all links. Returns its end, and the error if a peer is lost.
 
         `place`: see `TurnStep.place`. `layers`: those of the call, for reports. `operation`
-        describes the exchange of a number, for errors."""
+        describes an exchange by its number, for errors."""
         lanes = self._lend()
         if lanes is None:
             return StepEnd(LaneStatus.PYTHON, 0, -1, 0), None

@@ -92,8 +92,8 @@ class RankServices:
         return self._stage.layer(layer).only_bank
 
     def step_layers(self, layers: Sequence[int]) -> list[ExpertsOfLayer] | None:
-        """Returns what serves all of these layers in one call; None if some layer is not for a
-        call."""
+        """Returns the object that serves these layers in one call; None if a layer does not support
+        it."""
         if self._stage.adapters is not None:
             return None
         found = []

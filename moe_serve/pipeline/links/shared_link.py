@@ -164,7 +164,8 @@ class SharedLink:
         whole[:size] = content
 
     def lend(self, make_lane: Callable[[int, float], Lane]) -> Lane | None:
-        """Lends the link to native code until `take_back`. None: not now, and nothing was done."""
+        """Lends the link to native code until `take_back`. None: it cannot be lent now, and nothing
+        was done."""
         if self._delay_s or self._rest or self._descriptors:
             return None
         if self._lane is None:
@@ -187,7 +188,8 @@ class SharedLink:
                 yield tag, content, sent
 
     def take_back(self) -> float:
-        """Takes what native code has read and not used; returns how long it waited, in seconds."""
+        """Takes back messages that native code has read and not used. Returns its waiting time in
+        seconds."""
         assert self._lane is not None, "the link was lent"
         rest = self._lane.take()
         self._rest, self._descriptors = rest.unread, [*rest.descriptors]
@@ -196,7 +198,7 @@ class SharedLink:
         return rest.waited_s
 
     def lost(self, end: StepEnd, operation: object) -> PeerLostError:
-        """Returns why native code lost the peer."""
+        """Returns the reason why native code lost the peer."""
         if end.status is LaneStatus.CLOSED:
             return PeerLostError(self._peer, operation, "the peer closed the connection")
         if end.status is LaneStatus.SILENT:

@@ -23,8 +23,8 @@ from moe_serve.pipeline.timeline.timeline_recorder import (
 class Operation(msgspec.Struct, frozen=True, gc=False):
     """The current operation. A msgspec struct, as one is made for every stage.
 
-    `peer`: the rank it waits for; `since`: a reading of time.perf_counter(). `at_layer`: returns
-    the layer now, if one operation passes several; `at_peer`: likewise.
+    `peer`: the rank it waits for; `since`: a reading of time.perf_counter(). `at_layer` and
+    `at_peer` return the current layer and peer of an operation that passes several.
     """
 
     step: int

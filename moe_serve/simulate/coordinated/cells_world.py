@@ -88,8 +88,8 @@ class CellsWorld:
         watcher: Watcher | None = None,
         timeline: SimulatedTimeline | None = None,
     ) -> None:
-        """`ids`: of sequences, those of the cells. `admission`: of the service tiers of all cells.
-        `watcher`: may start and drain cells."""
+        """`ids`: the sequence numbers of the cells. `admission`: for the service tiers of all
+        cells. `watcher`: may start and drain cells."""
         self.peak_in_flight = 0
         self.moved: list[CellChange] = []
         self._cells, self._moves, self._carrier = cells, moves, carrier
@@ -208,7 +208,7 @@ class CellsWorld:
             self._arrive(job)
 
     def _due(self, job: SimulatedRequest) -> None:
-        """Lets a job arrive, unless it is a turn of a session behind one in progress."""
+        """Lets a job arrive, unless it is a turn of a session that waits for an earlier one."""
         if self._is_closed or self._sessions.may_come(job):
             self._arrive(job)
         if not self._is_closed:

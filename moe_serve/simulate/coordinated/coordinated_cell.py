@@ -88,8 +88,8 @@ def make_coordinated(
     ends: StepEnds,
     policy: ServicePolicy | None = None,
 ) -> list[CoordinatedCell]:
-    """Builds cells that share a clock, and numbers of sequences. `ends`: of their steps; `policy`:
-    of their service tiers."""
+    """Builds cells that share a clock and sequence numbers. `ends`: the ends of their steps;
+    `policy`: that of their service tiers."""
     cells = []
     for index, plan in enumerate(plans):
         layout = plan.layout

@@ -52,7 +52,7 @@ class DeviceType:
     network_gb_s: float  # of one device, to other nodes
     fp8_tflops: float | None = None
     link_latency_us: float = 10.0
-    has_graphs: bool = True  # decode steps are CUDA graphs, of numbers of rows that were captured
+    has_graphs: bool = True  # decode steps run as CUDA graphs, with the captured numbers of rows
     efficiency: Efficiency = Efficiency()
     held_out: HeldOutError | None = None
 

@@ -240,5 +240,5 @@ class RooflineCosts:
 
 
 def _ring_share(count: int) -> float:
-    """Returns how often each of `count` ranks sends the bytes that a ring sums."""
+    """Returns the bytes that each of `count` ranks sends in a ring sum, over the bytes to sum."""
     return 2 * (count - 1) / count

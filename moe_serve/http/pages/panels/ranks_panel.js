@@ -47,7 +47,7 @@ export class RanksPanel {
 
 function scalingText({ policy, wanted, last }) {
   const counts = Object.entries(wanted).map(([role, count]) => `${count} ${role}`).join(", ");
-  return [`Autoscaling by ${policy} wants ${counts || "what there is"}`, last].filter((part) => part).join(" · ");
+  return [`Autoscaling by ${policy} wants ${counts || "no change"}`, last].filter((part) => part).join(" · ");
 }
 
 class CellRow {
