@@ -283,6 +283,9 @@ class TimedGroup(DataGroup):
     def receive(self, peer: str, buffer: Tensor, tag: int, operation: object) -> Transfer:
         return _TimedReceive(super().receive(peer, buffer, tag, operation), self.received)
 
+    def shared_links(self, peers: Sequence[str]) -> None:
+        """Returns None: a native call with all links would exchange without this group's clock."""
+
 
 if __name__ == "__main__":
     main()

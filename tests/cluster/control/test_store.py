@@ -139,8 +139,8 @@ def test_the_data_device_listens_on_the_given_address_only(server: StoreServer) 
     places: list[set[tuple[str, int]]] = []
 
     def join(rank: int) -> None:
-        own = connect_store("127.0.0.1", server.port, SECRET, 20)
-        group = make_group(PrefixStore("epoch 1", own), rank, 2, "127.0.0.2", 20)
+        own = connect_store("127.0.0.1", server.port, SECRET, 60)
+        group = make_group(PrefixStore("epoch 1", own), rank, 2, "127.0.0.2", 60)
         places.append(listening())
         del group
         gc.collect()
@@ -150,7 +150,7 @@ def test_the_data_device_listens_on_the_given_address_only(server: StoreServer) 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     new = {host for host, _ in (places[0] | places[1]) - before}
     assert new == {"127.0.0.2"}, f"a data group listens on {new}"
 

@@ -17,6 +17,7 @@ from moe_serve.cluster.steps.epoch_maker import Epoch
 from moe_serve.engine.request.request import FinishReason
 from moe_serve.errors import ClusterError
 from moe_serve.pipeline.exchange.expert_loop import ExpertLoop
+from moe_serve.pipeline.exchange.native_lanes import NativeLanes
 from tests.support.cluster.fault_drive import (
     DEADLINE_S,
     OF,
@@ -137,9 +138,13 @@ def test_requests_wait_while_a_pool_is_empty(faults: Faults, expected: dict[str,
 
 
 def test_a_step_is_repeated_with_a_report(
-    faults: Faults, expected: dict[str, Answer], caplog: pytest.LogCaptureFixture
+    faults: Faults,
+    expected: dict[str, Answer],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Which rank, which step, which layer, which micro-batch, which operation."""
+    monkeypatch.setattr(NativeLanes, "is_usable", False)  # a native call of a step has no _serve
     faults.at(ExpertLoop, "_serve", faults.die, rank="expert-1", time=20)
     with driven(faults) as (drive, _):
         assert drive.serve(WANTED) == expected
