@@ -40,12 +40,13 @@ def num_runaways(world: TimedEngine) -> dict[str, int]:
 
 
 def test_a_tier_may_end_them_at_the_predicted_limit() -> None:
-    """The limit is learnt from answers that end by themselves."""
+    """The limit is learnt from answers that end by themselves, or where their clients want."""
     config = SchedulerConfig(tiers=(replace(CHAT, runaways="end"), FLEX))
     world = TimedEngine(config, num_pages=1024)
     usual = asked("usual", 0.0, LONG)
     params = replace(usual.params, min_tokens=USUAL, stop_token_ids=(0,))
-    known = [replace(usual, request_id=f"usual-{i}", params=params) for i in range(NUM_KNOWN)]
+    known = [asked(f"wanted-{i}", 0.0, USUAL) for i in range(NUM_KNOWN // 2)]
+    known += [replace(usual, request_id=f"own-{i}", params=params) for i in range(NUM_KNOWN // 2)]
     least = asked("least", 1.0, LONG)
     world.run([*known, asked("early", 0.0, LONG)])
     world.run(
