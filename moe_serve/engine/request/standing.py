@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from moe_serve.clock import Clock
 
+MAX_URGENT_PREEMPTIONS = 2  # for a seat; of a runaway, for whatever reason
+
 
 @dataclass(slots=True)
 class Standing:
@@ -32,6 +34,23 @@ class Standing:
     is_relegated: bool = False
     output_limit: float = math.inf  # tokens with which its answer is a runaway, set at its arrival
     is_runaway: bool = False  # its answer has so many tokens
+
+    @property
+    def may_yield(self) -> bool:
+        """True for a runaway that gives its seat to a request that waits."""
+        return self.is_runaway and self.num_urgent_preemptions < MAX_URGENT_PREEMPTIONS
+
+    @property
+    def is_demoted(self) -> bool:
+        """True for a runaway that waits behind its tier. One that was preempted more often waits as
+        every preempted request does, so that it ends at last."""
+        return self.is_runaway and self.num_urgent_preemptions <= MAX_URGENT_PREEMPTIONS
+
+    def put_back(self, now_s: float) -> None:
+        """Notes a preemption of a runaway, whose age counts anew if it is demoted."""
+        self.num_urgent_preemptions += 1
+        if self.is_demoted:
+            self.queued_s = now_s
 
     @property
     def due_s(self) -> float:

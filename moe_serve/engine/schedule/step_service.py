@@ -76,7 +76,7 @@ class StepService:
         standing = standing_of(sequence)
         standing.num_left = sequence.num_tokens - num_cached
         if standing.is_runaway:
-            standing.queued_s = self.state.steady()  # it waits as long as a new one at most
+            standing.put_back(self.state.steady())
 
     def leave(self, sequence: Sequence, *, had_seat: bool, is_end: bool) -> None:
         """Notes a sequence that has ended, or that goes to another engine with its standing."""
@@ -129,7 +129,7 @@ class StepService:
         newcomer, victim = found
         self.queue.put_first(newcomer)
         standing = standing_of(victim)
-        standing.num_urgent_preemptions += 1
+        standing.num_urgent_preemptions += not standing.is_runaway  # which `restart` counts
         self.state.ledger.add(standing.tier, "num_urgent_preemptions")
         return victim
 

@@ -152,9 +152,9 @@ class StartOrder:
             keys = np.where(is_late, keys + _DEMOTED, keys)
         is_aged = age >= self._max_wait_s
         is_preempted = table.is_preempted
-        if table.num_runaways:
-            is_preempted = is_preempted & ~table.is_runaway
-            is_ahead = table.is_runaway if is_ahead is None else is_ahead | table.is_runaway
+        if table.num_demoted:
+            is_preempted = is_preempted & ~table.is_demoted
+            is_ahead = table.is_demoted if is_ahead is None else is_ahead | table.is_demoted
         if is_ahead is not None and is_ahead.any():
             keys = behind_the_others(keys, is_ahead, table.tier, self.bucket_s)
             is_aged &= ~is_ahead | (age >= _HARD_BOUND * self._max_wait_s)

@@ -7,13 +7,7 @@ from collections.abc import Sequence as Items
 
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.service.service_queue import ServiceQueue, standing_of
-from moe_serve.engine.service.victims import (
-    MAX_URGENT_PREEMPTIONS,
-    Candidate,
-    Newcomer,
-    cheapest,
-    for_urgent,
-)
+from moe_serve.engine.service.victims import Candidate, Newcomer, cheapest, for_urgent
 
 
 class Preemption:
@@ -67,7 +61,7 @@ class Preemption:
         for a waiting one."""
         if not self._demotes:
             return None
-        found = [s for s in running if standing_of(s).is_runaway and _may_yield(s)]
+        found = [s for s in running if standing_of(s).may_yield]
         return max(found, key=lambda s: (s.num_output_tokens, -s.id), default=None)
 
     def _newcomer(self, running: Items[Sequence]) -> Sequence | None:
@@ -114,7 +108,7 @@ class Preemption:
     def _slack_s(self, sequence: Sequence, num_left: int) -> float:
         """Returns the seconds that a running sequence may lose without missing a target."""
         standing, state = standing_of(sequence), self._state
-        if standing.is_runaway:
+        if standing.may_yield:
             return math.inf
         targets = sequence.request.service.targets
         slack_s, left_s = math.inf, num_left * state.step_s
@@ -128,8 +122,3 @@ class Preemption:
             allowed_s = targets.tpot_s * (sequence.num_output_tokens - 1 + num_left)
             slack_s = min(slack_s, allowed_s - (now - standing.first_token_at) - left_s)
         return slack_s
-
-
-def _may_yield(sequence: Sequence) -> bool:
-    """Returns whether a sequence may give its seat to another one once more."""
-    return standing_of(sequence).num_urgent_preemptions < MAX_URGENT_PREEMPTIONS

@@ -160,9 +160,16 @@ class ServicePolicy:
         is_cut = sequence.num_output_tokens == sequence.rules.max_tokens
         self.lengths.note(sequence, standing.tier, is_complete=not is_cut)
         self.ends.note(sequence.num_output_tokens, is_complete=not is_cut)
-        self.limits.note(standing.tier, sequence.num_output_tokens, is_complete=not is_cut)
+        self._note_for_limit(sequence, standing.tier, is_cut=is_cut)
         if service.workflow:
             self.workflows.ended(service.tenant, service.workflow, service.stage, now)
+
+    def _note_for_limit(self, sequence: Sequence, tier: int, *, is_cut: bool) -> None:
+        """Tells an answer to the limits of runaways. One with `ignore_eos` has the length that its
+        client wanted, unless the limit itself ended it."""
+        request, length = sequence.request, sequence.num_output_tokens
+        is_wanted = request.params.ignore_eos and length == request.rules.max_tokens
+        self.limits.note(tier, length, is_complete=is_wanted or not is_cut)
 
     def expired(self, sequence: Sequence) -> None:
         """Notes that a strict request is ended, as its deadline has passed."""

@@ -183,7 +183,7 @@ class ServiceQueue:
                 s.num_pending_tokens,
                 math.log(s.request.service.weight),
                 s.request.priority,
-                len(s.token_ids) > s.num_prompt_tokens and not standing.is_runaway,
+                len(s.token_ids) > s.num_prompt_tokens and not standing.is_demoted,
             )
             for s in reading
         ]

@@ -16,8 +16,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from moe_serve.engine.request.standing import MAX_URGENT_PREEMPTIONS
+
 _LEAST_GAIN = 1.5
-MAX_URGENT_PREEMPTIONS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

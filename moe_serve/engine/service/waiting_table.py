@@ -26,7 +26,7 @@ class WaitingTable:
         self._floats = np.zeros((len(_FLOATS), _FIRST_CAPACITY))
         self._ints = np.zeros((2, _FIRST_CAPACITY), dtype=np.int64)
         self._flags = np.zeros((3, _FIRST_CAPACITY), dtype=np.bool_)
-        self.num_preempted = self.num_runaways = 0
+        self.num_preempted = self.num_demoted = 0
         self.version = 0
 
     def __len__(self) -> int:
@@ -81,18 +81,17 @@ class WaitingTable:
 
     @property
     def is_preempted(self) -> NDArray[np.bool_]:
-        """True for requests that ran before: they go first, except runaways."""
+        """True for requests that ran before: they go first, unless they are demoted."""
         return self._flags[0, : len(self.sequences)]
 
     @property
-    def is_runaway(self) -> NDArray[np.bool_]:
-        """True for requests whose answers reached their predicted limit: they go last in their
-        tier."""
+    def is_demoted(self) -> NDArray[np.bool_]:
+        """True for requests whose answers are runaways: they go last in their tier."""
         return self._flags[2, : len(self.sequences)]
 
     @property
     def is_late(self) -> NDArray[np.bool_]:
-        """True for requests that were demoted. Written by `Order`."""
+        """True for requests that can no longer meet their target. Written by `StartOrder`."""
         return self._flags[1, : len(self.sequences)]
 
     @is_late.setter
@@ -117,9 +116,9 @@ class WaitingTable:
         )
         self._ints[:, row] = standing.tier, standing.tenant
         is_preempted = sequence.num_preemptions > 0 or sequence.num_output_tokens > 0
-        self._flags[:, row] = is_preempted, standing.is_relegated, standing.is_runaway
+        self._flags[:, row] = is_preempted, standing.is_relegated, standing.is_demoted
         self.num_preempted += is_preempted
-        self.num_runaways += standing.is_runaway
+        self.num_demoted += standing.is_demoted
         self.sequences.append(sequence)
         self._row_of[sequence.id] = row
         self.version += 1
@@ -128,7 +127,7 @@ class WaitingTable:
         """Removes a row: O(1)."""
         row, last = self._row_of.pop(sequence.id), len(self.sequences) - 1
         self.num_preempted -= int(self._flags[0, row])
-        self.num_runaways -= int(self._flags[2, row])
+        self.num_demoted -= int(self._flags[2, row])
         if row != last:
             for block in (self._floats, self._ints, self._flags):
                 block[:, row] = block[:, last]
@@ -144,7 +143,7 @@ class WaitingTable:
         for key, row in self._row_of.items():
             assert self.sequences[row].id == key, f"row {row} is not that of sequence {key}"
         assert self.num_preempted == int(self.is_preempted.sum()), "preempted rows are miscounted"
-        assert self.num_runaways == int(self.is_runaway.sum()), "runaways are miscounted"
+        assert self.num_demoted == int(self.is_demoted.sum()), "demoted rows are miscounted"
 
     def _grow(self) -> None:
         self._floats = np.concatenate([self._floats, np.zeros_like(self._floats)], axis=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from dataclasses import replace
 
 import pytest
@@ -20,13 +21,24 @@ NUM_KNOWN, USUAL, LONG = 80, 10, 300  # answers before the limit is known; token
 
 def asked(name: str, at_s: float, num_answer: int, tier: TierConfig = CHAT) -> GenerationRequest:
     """Makes a request whose answer only the client's limit ends."""
-    return request(name, service_of(tier), at_s=at_s, num_prompt=16, num_answer=num_answer)
+    token = 1 + zlib.crc32(name.encode()) % 40_000
+    return request(
+        name, service_of(tier), at_s=at_s, num_prompt=16, num_answer=num_answer, token=token
+    )
 
 
-def served_by(chat: TierConfig, *later: GenerationRequest, num_seqs: int = 1) -> TimedEngine:
+def served_by(
+    chat: TierConfig,
+    *later: GenerationRequest,
+    num_seqs: int = 1,
+    num_pages: int = 64,
+    max_wait_s: float = 90.0,
+) -> TimedEngine:
     """Runs requests that name the tier `chat` or `flex` in an engine that knows usual answers."""
-    config = SchedulerConfig(max_num_seqs=num_seqs, max_batched_tokens=64, tiers=(chat, FLEX))
-    world = TimedEngine(config, num_pages=64)
+    config = SchedulerConfig(
+        max_num_seqs=num_seqs, max_batched_tokens=64, tiers=(chat, FLEX), max_wait_s=max_wait_s
+    )
+    world = TimedEngine(config, num_pages=num_pages)
     for _ in range(NUM_KNOWN):
         world.state.policy.limits.note(0, USUAL, is_complete=True)
     world.run([asked("first", 0.0, 5), *later], checks=True)
@@ -40,12 +52,13 @@ def num_runaways(world: TimedEngine) -> dict[str, int]:
 
 
 def test_a_tier_may_end_them_at_the_predicted_limit() -> None:
-    """The limit is learnt from answers that end by themselves."""
+    """The limit is learnt from answers that end by themselves, or where their clients want."""
     config = SchedulerConfig(tiers=(replace(CHAT, runaways="end"), FLEX))
     world = TimedEngine(config, num_pages=1024)
     usual = asked("usual", 0.0, LONG)
     params = replace(usual.params, min_tokens=USUAL, stop_token_ids=(0,))
-    known = [replace(usual, request_id=f"usual-{i}", params=params) for i in range(NUM_KNOWN)]
+    known = [asked(f"wanted-{i}", 0.0, USUAL) for i in range(NUM_KNOWN // 2)]
+    known += [replace(usual, request_id=f"own-{i}", params=params) for i in range(NUM_KNOWN // 2)]
     least = asked("least", 1.0, LONG)
     world.run([*known, asked("early", 0.0, LONG)])
     world.run(
@@ -90,6 +103,17 @@ def test_they_wait_behind_their_tier_and_are_put_back_twice_at_most() -> None:
         for burst in bursts
     ]
     assert [all(is_before[0]), all(is_before[1]), any(is_before[2])] == [True, True, False]
+
+
+def test_it_ends_although_pages_are_always_short() -> None:
+    """A runaway is the first to give its pages back, twice; then others do, and the age bound lets
+    it start again."""
+    stream = [asked(f"s{i}", 1.2 + 0.012 * i, 2 * USUAL - 1) for i in range(150)]
+    made = asked("runaway", 1.0, LONG), *stream
+    world = served_by(CHAT, *made, num_seqs=8, num_pages=21, max_wait_s=0.1)
+    runaway, last = world.served["runaway"], world.served["s149"]
+    assert runaway.num_tokens == LONG and runaway.num_preemptions > 2
+    assert runaway.end_s is not None and last.end_s is not None and runaway.end_s < last.end_s
 
 
 def test_a_limit_that_no_answer_reaches_changes_no_schedule() -> None:
