@@ -59,7 +59,7 @@ def test_what_cannot_be_merged_is_refused(base: Path, tmp_path: Path) -> None:
     }
     stacked = write_peft(tmp_path / "stacked", matrices)
     with pytest.raises(
-        CheckpointError, match="changes down of layer 0.*does not store as a matrix"
+        CheckpointError, match="changes down of layer 0.*does not store as a separate matrix"
     ):
         merge_adapter(fused, stacked, tmp_path / "merged")
     with pytest.raises(ConfigError, match="exists: name another folder"):

@@ -71,9 +71,8 @@ class ServiceQueue:
         self._ends.append(self.state.steady())
 
     def begin_step(self, running: Items[Sequence] = ()) -> None:
-        """Forgets the order of the last step. `running`: the engine's sequences. If the order of
-        arrival has met all deadlines for the last `patience_s`, it is used, because moving a
-        request forward would only make others wait."""
+        """Chooses the order of a step anew. `running`: the engine's sequences. The order of arrival
+        is used once it has met all deadlines for `patience_s`: other orders make some wait."""
         if self.state.steady.is_resting:
             self.state.steady.turn()
         self._ranked = None
@@ -126,8 +125,7 @@ class ServiceQueue:
         return self._rank().groups(until)
 
     def num_before(self, sequence: Sequence) -> int:
-        """Returns how many waiting sequences are more urgent than a running one of another cell,
-        which counts as due now if its deadline has passed."""
+        """Counts the waiting sequences ahead of a running one of another cell (due now if late)."""
         standing, request = standing_of(sequence), sequence.request
         now_s, work_s = standing.clock(), sequence.num_pending_tokens * self.state.token_s
         (key,) = self.state.order.keys_of(
@@ -171,8 +169,7 @@ class ServiceQueue:
                 self.state.ledger.add(standing.tier, "num_relegated")
 
     def reading_keys(self, reading: Items[Sequence]) -> list[float]:
-        """Returns the keys of sequences that are being read, for their remaining tokens. Those that
-        are computed again go before all."""
+        """Returns the keys of sequences being read. Those that are computed again go first."""
         if not reading:
             return []
         state, now_s = self.state, self.state.steady()
@@ -233,8 +230,7 @@ class ServiceQueue:
         return late + [s for s in running if standing_of(s).due_s <= now_s]
 
     def charge(self, places: list[int], counts: list[int]) -> None:
-        """Charges tenants, by their places, for a step that computes `counts` tokens of
-        requests."""
+        """Charges tenants, by their places, for a step of `counts` tokens of requests."""
         row_s, token_s = self.state.work.decode_row, self.state.work.prompt_token
         seconds = [row_s if count == 1 else token_s * count for count in counts]
         self.state.shares.charge_all(places, seconds)
