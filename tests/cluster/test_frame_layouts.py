@@ -52,7 +52,7 @@ def _check(of: EngineConfig, wanted: list[GenerationRequest] = WANTED) -> None:
     assert on_ranks(of, wanted) == expected
 
 
-@pytest.mark.sampled(pairs=True)
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_sharing", [True, False], ids=["shared", "gloo"])
 @pytest.mark.parametrize(
     ("attention", "experts", "micro_batches"), [(1, 1, 1), (1, 1, 2), (2, 3, 1), (2, 3, 3)]

@@ -28,10 +28,10 @@ def prompts_and_params(count: int) -> tuple[list[list[int]], list[SamplingParams
     rng = np.random.default_rng(3)
     prompts = [rng.integers(1, 300, int(n)).tolist() for n in rng.integers(1, 90, count)]
     params = [
-        SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, logprobs=2)
+        SamplingParams(max_tokens=9, temperature=0, ignore_eos=True, logprobs=2)
         if i % 2
         else SamplingParams(
-            max_tokens=16, temperature=1.3, top_p=0.95, seed=i, ignore_eos=True, logprobs=2
+            max_tokens=9, temperature=1.3, top_p=0.95, seed=i, ignore_eos=True, logprobs=2
         )
         for i in range(count)
     ]

@@ -28,6 +28,7 @@ from tests.support.families.all_cases import CASES
 from tests.support.families.parity import write_checkpoint
 from tests.support.kernels.kernel_sets import KERNEL_SETS
 
+NUM_TOKENS = 8
 LATENT = "deepseek_v3-groups"
 FORMS: tuple[KVDtypeName, ...] = ("int8", "int4")
 NATIVE_REFUSAL = native_refusal(torch.device("cpu"), torch.float32)
@@ -44,7 +45,7 @@ def with_pages(of: EngineConfig, kv_dtype: KVDtypeName, **cache: Any) -> EngineC
 
 
 def answered(of: EngineConfig, asks_again: bool = False) -> dict[str, Answer]:
-    engine, wanted = build_engine(of).engine, requests(9, 300, num_tokens=12)
+    engine, wanted = build_engine(of).engine, requests(9, 300, num_tokens=NUM_TOKENS)
     found = serve(engine, wanted)
     if asks_again:
         assert serve(engine, wanted) == found, "what the cache has gives another answer"
@@ -75,7 +76,7 @@ def test_alone_batched_chunked_shared_preempted(
     num_pages = 9 if variant == "mixtral-window" else 11  # pages behind a window are taken back
     small = with_pages(replace(of, model=model), kv_dtype, num_pages=num_pages, prefix_cache=False)
     engine = build_engine(small).engine
-    assert serve(engine, requests(9, 300, num_tokens=12)) == expected, "preempted"
+    assert serve(engine, requests(9, 300, num_tokens=NUM_TOKENS)) == expected, "preempted"
     assert engine.stats().counts.num_preemptions > 0
 
 
