@@ -95,7 +95,7 @@ def test_products_of_whole_numbers_with_any_chunks_micro_batches_and_preemptions
 
 
 def check_cuts(folder: str, **model: Any) -> None:
-    prompts, params = prompts_and_params(12)
+    prompts, params = prompts_and_params(8)
     with LLM(folder, prefix_cache=False, **model) as llm:
         plain = llm.generate(prompts, params, use_progress_bar=False)
     for budget, micro_batches, pages in ((9, 1, None), (64, 3, None), (64, 2, 11)):

@@ -37,6 +37,7 @@ def random_prompts(lengths: list[int]) -> list[list[int]]:
     return [rng.integers(1, 300, n).tolist() for n in lengths]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("chunk", [100, 7])
