@@ -39,7 +39,7 @@ def run(*arguments: str) -> int:
 
 
 def planned(
-    offers: tuple[Offer, ...], rate: float = 10.0, count: int = 20, most: int = 4
+    offers: tuple[Offer, ...], rate: float = 10.0, count: int = 30, most: int = 9
 ) -> FleetPlan:
     wanted = demand_of(slots(count, rate), 0, Slo.parse("ttft=2s,tpot=50ms"), 0.9,
                        shares_prefixes=True)  # fmt: skip
@@ -100,8 +100,8 @@ def test_confidence_compares_the_lead_with_the_held_out_error() -> None:
         tuple(replace(o, held_out=HeldOutError(median=m, worst=w, num_rows=9)) for o in offers)
         for m, w in ((0.01, 0.02), (9.0, 99.0))
     )
-    assert fleet_verdict(planned(sure)).confidence == "high"
-    verdict = fleet_verdict(planned(unsure))
+    assert fleet_verdict(planned(sure, count=20, most=4)).confidence == "high"
+    verdict = fleet_verdict(planned(unsure, count=20, most=4))
     assert verdict.confidence == "low" and "off by 900% (median)" in verdict.sentences[-1]
 
 
