@@ -72,6 +72,7 @@ def test_signs_and_scales_of_a_fine_tune(base: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 def test_log_probabilities_of_the_merged_checkpoint(

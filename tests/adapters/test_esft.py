@@ -39,6 +39,7 @@ def check_bits(
     assert without == content(answers_of(base, **model))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bits_of_the_merged_checkpoint(

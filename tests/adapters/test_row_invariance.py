@@ -56,6 +56,7 @@ def names_of(count: int) -> list[str | None]:
     return [NAMES[i % len(NAMES)] for i in range(count)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_alone_and_together(

@@ -32,7 +32,7 @@ def expected() -> dict[str, Answer]:
     return colocated(config(0, 0), requests(NUM_REQUESTS, VOCAB_SIZE))
 
 
-@pytest.mark.sampled(pairs=True)
+@pytest.mark.sampled
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize(("attention", "experts"), [(1, 1), (2, 2)])

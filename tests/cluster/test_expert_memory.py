@@ -55,6 +55,7 @@ def resident(wanted: list[GenerationRequest]) -> dict[str, Answer]:
     return colocated(config(0, 0), wanted)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("policy", ["lru", "predicted"])
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
 def test_one_process(
@@ -85,6 +86,7 @@ def test_ranks(experts: int, wanted: list[GenerationRequest], resident: dict[str
         engine.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("batch_policy", ["fifo", "expert-aware"])
 @pytest.mark.parametrize(("attention", "experts"), [(0, 0), (2, 2)])
 def test_requests_tell_what_they_will_need(

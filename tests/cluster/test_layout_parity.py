@@ -57,7 +57,7 @@ def test_logprobs_of_given_tokens() -> None:
 
 
 @settings(
-    max_examples=11,
+    max_examples=7,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -139,10 +139,9 @@ class Client:
         raise AssertionError(f"no end after {NUM_STEPS} steps")
 
 
-@pytest.mark.parametrize(
-    ("attention", "experts", "micro_batches"),
-    [(1, 1, 1), (1, 1, 2), (1, 1, 3), (2, 3, 1), (2, 3, 2), (2, 3, 3)],
-)
+@pytest.mark.sampled
+@pytest.mark.parametrize(("attention", "experts"), [(1, 1), (2, 3)])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
 def test_the_same_answers(attention: int, experts: int, micro_batches: int) -> None:
     of = config(attention, experts, micro_batches)
     plain = wanted_of(8)
@@ -171,7 +170,7 @@ SMALL = replace(SMALL, cache=CacheConfig(num_pages=14))
 SMALL = replace(SMALL, model=replace(SMALL.model, max_model_len=120))
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     attention=st.integers(1, 2),
     is_small=st.booleans(),

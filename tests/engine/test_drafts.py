@@ -35,6 +35,7 @@ def answers_of(found: dict[str, Answer]) -> dict[str, list[int]]:
     return {name: answer.token_ids for name, answer in found.items()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.7, 1.0])
 @pytest.mark.parametrize("seed", range(12))
 def test_random_requests(seed: int, alpha: float) -> None:

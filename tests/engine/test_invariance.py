@@ -28,10 +28,10 @@ def prompts_and_params(count: int) -> tuple[list[list[int]], list[SamplingParams
     rng = np.random.default_rng(3)
     prompts = [rng.integers(1, 300, int(n)).tolist() for n in rng.integers(1, 90, count)]
     params = [
-        SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, logprobs=2)
+        SamplingParams(max_tokens=9, temperature=0, ignore_eos=True, logprobs=2)
         if i % 2
         else SamplingParams(
-            max_tokens=16, temperature=1.3, top_p=0.95, seed=i, ignore_eos=True, logprobs=2
+            max_tokens=9, temperature=1.3, top_p=0.95, seed=i, ignore_eos=True, logprobs=2
         )
         for i in range(count)
     ]
@@ -95,7 +95,7 @@ def test_products_of_whole_numbers_with_any_chunks_micro_batches_and_preemptions
 
 
 def check_cuts(folder: str, **model: Any) -> None:
-    prompts, params = prompts_and_params(12)
+    prompts, params = prompts_and_params(8)
     with LLM(folder, prefix_cache=False, **model) as llm:
         plain = llm.generate(prompts, params, use_progress_bar=False)
     for budget, micro_batches, pages in ((9, 1, None), (64, 3, None), (64, 2, 11)):

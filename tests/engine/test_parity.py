@@ -21,10 +21,11 @@ from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.transport import LocalTransport
 from tests.support.families.parity import most_likely
 from tests.support.kernels.kernel_sets import KERNEL_SETS
+from tests.support.sampled_cases import EVERY_CASE
 
 VARIANTS = ["qwen3_moe", "qwen3_moe-biased", "mixtral", "mixtral-window", "olmoe", "olmoe-clipped"]
 LENGTHS = [1, 5, 16, 17, 40, 130]
-GREEDY = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
+NUM_TOKENS = 64
 
 
 @cache
@@ -37,6 +38,7 @@ def random_prompts(lengths: list[int]) -> list[list[int]]:
     return [rng.integers(1, 300, n).tolist() for n in lengths]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("chunk", [100, 7])
@@ -67,12 +69,14 @@ def test_logits(
 def test_greedy_tokens(checkpoints: dict[str, Path], kernels: KernelsName, variant: str) -> None:
     folder = checkpoints[variant]
     prompts, model = random_prompts(LENGTHS), reference(folder)
-    for budget in (1024, 7):  # the batch of mixed lengths at once, then in chunks of 7 tokens
+    # The batch of mixed lengths at once, then in chunks of 7 tokens, where the first ones tell.
+    for budget, num_tokens in ((1024, NUM_TOKENS), (7, NUM_TOKENS if EVERY_CASE else 16)):
+        params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
         with LLM(str(folder), kernels=kernels, max_batched_tokens=budget) as llm:
-            outputs = llm.generate(prompts, GREEDY, use_progress_bar=False)
+            outputs = llm.generate(prompts, params, use_progress_bar=False)
         for prompt, output in zip(prompts, outputs, strict=True):
             found = list(output.outputs[0].token_ids)
-            assert len(found) == GREEDY.max_tokens, f"{len(found)} tokens"
+            assert len(found) == num_tokens, f"{len(found)} tokens"
             expected = most_likely(model, prompt, found)
             assert found == expected, f"{kernels}, {variant=}, {budget=}, {len(prompt)=}"
 
@@ -105,7 +109,7 @@ DEMO_PROMPTS = [
 def test_the_demonstration_model_says_what_transformers_says(kernels: KernelsName) -> None:
     folder = demo_model_folder()
     model = reference(folder)
-    params = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     with LLM(dtype="float32", kernels=kernels) as llm:
         outputs = llm.generate(DEMO_PROMPTS, params, use_progress_bar=False)
         tokenizer = llm.tokenizer

@@ -126,7 +126,7 @@ def cold_families(
         return [content(output) for output in generate(llm, *families_of_prompts())]
 
 
-@pytest.mark.sampled(pairs=True)
+@pytest.mark.sampled
 @both
 @dtypes
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def cold_beside_the_bad_one(
         return {n: tokens_of(d) for n, d in serve(llm._engine, GOOD | {"bad": BAD}).items()}
 
 
-@pytest.mark.sampled(pairs=True)
+@pytest.mark.sampled
 @both
 @dtypes
 @pytest.mark.parametrize("budget", [1024, 24])

@@ -29,7 +29,7 @@ from tests.support.cluster.calibrations import cpu_calibration
 Capture = pytest.CaptureFixture[str]
 SHAPE = read_model_shape(find_model("qwen3-30b"), "fp8")
 FLEET = ("--fleet", "h100:4@2.50,h20:4@0.90", "--model", "qwen3-30b", "--precision", "fp8")
-LOAD = ("--request-rate", "20", "--requests", "60", "--output-tokens", "20", "--certify", "3")
+LOAD = ("--request-rate", "20", "--requests", "40", "--output-tokens", "20", "--certify", "2")
 
 
 def run(*arguments: str) -> int:
@@ -89,7 +89,7 @@ def test_one_device_is_best_where_it_suffices() -> None:
 
 
 def test_more_cells_for_more_load() -> None:
-    low, high = (planned(read_fleet("h20:8@1", SHAPE, None), r, 80, 3) for r in (10.0, 200.0))
+    low, high = (planned(read_fleet("h20:8@1", SHAPE, None), r, 60, 2) for r in (10.0, 200.0))
     assert low.best is not None and high.best is not None
     assert low.best.fleet.num_devices == 1 < high.best.fleet.num_devices
 
@@ -100,8 +100,8 @@ def test_confidence_compares_the_lead_with_the_held_out_error() -> None:
         tuple(replace(o, held_out=HeldOutError(median=m, worst=w, num_rows=9)) for o in offers)
         for m, w in ((0.01, 0.02), (9.0, 99.0))
     )
-    assert fleet_verdict(planned(sure)).confidence == "high"
-    verdict = fleet_verdict(planned(unsure))
+    assert fleet_verdict(planned(sure, count=20, most=4)).confidence == "high"
+    verdict = fleet_verdict(planned(unsure, count=20, most=4))
     assert verdict.confidence == "low" and "off by 900% (median)" in verdict.sentences[-1]
 
 

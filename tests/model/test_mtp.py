@@ -78,6 +78,7 @@ class Served:
         return self.part.stage.next_states(MicroBatch((piece,)), state_1D, self.part.cache)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_the_description(

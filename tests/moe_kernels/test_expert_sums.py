@@ -57,6 +57,7 @@ def elsewhere(ids_TK: Tensor, held: frozenset[int]) -> Tensor:
     return torch.where(is_here, ids_TK, -1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", KERNEL_SETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @settings(max_examples=30, deadline=None)

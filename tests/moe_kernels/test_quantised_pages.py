@@ -151,7 +151,7 @@ def test_every_set_stores_the_same_bytes(form: str) -> None:
     assert torch.equal(copies[0].value_scales, copies[1].value_scales)
 
 
-@pytest.mark.sampled(pairs=True)
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", KERNEL_SETS)
 @pytest.mark.parametrize("sizes", [(4, 64, 16), (128, 512, 64), (20, 40, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -92,6 +92,7 @@ def test_a_weight_may_be_a_view(dtype: torch.dtype) -> None:
     assert torch.equal(one(x), other(x))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["made", "plain"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(

@@ -21,9 +21,10 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from tests.support.sampled_cases import EVERY_CASE
 from tests.support.security.real_server import RealServer
 
-NUM_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "8"))
+NUM_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "8" if EVERY_CASE else "5"))
 CHECKS = (
     not_a_server_error,
     status_code_conformance,

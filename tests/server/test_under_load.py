@@ -17,7 +17,7 @@ import openai
 import pytest
 
 MODEL = "moe-serve-demo"
-DISORDER_S = 20.0  # at least; `benchmarks/run.py soak` runs the long one
+DISORDER_S = 8.0  # at least; `benchmarks/run.py soak` runs the long one
 PATIENCE_S = 500.0  # of a client that wants its answer
 pytestmark = pytest.mark.timeout(600)  # for slow machines
 StartServer = Callable[..., Any]
@@ -50,7 +50,7 @@ async def stream_tokens(
 def test_64_streams_at_once_none_fails(start_server: StartServer) -> None:
     server = start_server()
     rng = random.Random(1)
-    prompts = [[rng.randrange(3, 4096) for _ in range(rng.randint(16, 700))] for _ in range(64)]
+    prompts = [[rng.randrange(3, 4096) for _ in range(rng.randint(16, 300))] for _ in range(64)]
 
     async def main() -> list[int]:
         async with client_of(server, max_retries=0, timeout=PATIENCE_S) as client:

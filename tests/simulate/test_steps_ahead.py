@@ -118,7 +118,7 @@ def served(load: Load, *, jumps: bool) -> tuple[list[RequestTimes], list[list[St
     return done, list(steps.values()), world
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(load=LOADS)
 def test_schedules_and_times_are_equal(load: Load) -> None:
     plain, plain_steps, one_by_one = served(load, jumps=False)

@@ -121,6 +121,7 @@ def check(spec: ModelSpec, form: str, pages: list[int], places: list[int]) -> No
                 assert bits(part) == bits(other), f"{source} -> {target} shards, {form}"
 
 
+@pytest.mark.sampled
 @settings(max_examples=4, deadline=None)
 @given(st.permutations(range(1, NUM_PAGES + 1)), st.integers(1, NUM_PAGES))
 @pytest.mark.parametrize("form", ["auto", "int8", "int4"])

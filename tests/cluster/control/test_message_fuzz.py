@@ -25,7 +25,7 @@ from moe_serve.cluster.control.rank_link import Gone, LinkEvent, RankLink
 from moe_serve.pipeline.frames.frame_header import HEADER_BYTES, Exchange, HostHeader, WireError
 
 QUICK = settings(
-    max_examples=25,
+    max_examples=14,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -158,6 +158,7 @@ def crowd(rng: random.Random) -> list[GenerationRequest]:
     ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("alpha", [0.5, 1.0])
 def test_drafts_on_a_rank(seed: int, alpha: float) -> None:

@@ -53,7 +53,7 @@ def of_size(of: EngineConfig, page_size: PageSize) -> EngineConfig:
 
 def answers(of: EngineConfig) -> dict[str, Answer]:
     """Returns the answers to requests, and to a prompt whose pages are in the cache."""
-    engine, wanted = build_engine(of).engine, requests(9, 300, num_tokens=20)
+    engine, wanted = build_engine(of).engine, requests(9, 300, num_tokens=10)
     found = serve(engine, wanted)
     return found | serve(engine, [replace(wanted[-1], request_id="again")])
 

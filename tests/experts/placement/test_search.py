@@ -37,7 +37,7 @@ def skewed(num_scenarios: int, num_layers: int, num_experts: int, seed: int = 0)
     )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(problem=tiny_problems())
 def test_tiny_plans_are_the_best_there_are(problem: PlacementProblem) -> None:
     solution = Search().solve(problem)
@@ -83,7 +83,7 @@ def limited_problems(draw: st.DrawFn) -> PlacementProblem:
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=14, deadline=None)
 @given(problem=limited_problems(), budget=st.integers(0, 5), thorough=st.booleans())
 def test_every_limit_is_kept(problem: PlacementProblem, budget: int, thorough: bool) -> None:
     solver = Search(thorough=thorough)

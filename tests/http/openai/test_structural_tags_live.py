@@ -74,6 +74,7 @@ def text_of(choice: dict[str, Any]) -> str:
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("route", [CHAT, TEXT])
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_text_and_tags_take_turns(served: httpx.Client, route: str, temperature: int) -> None:

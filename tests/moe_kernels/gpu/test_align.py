@@ -24,6 +24,7 @@ def check(found: Alignment, ids: torch.Tensor, num_experts: int) -> None:
     assert found.counts_E is not None and torch.equal(found.counts_E, want.counts_E), "counts"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("has_chunks", [False, True], ids=["one kernel", "chunks"])
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def make_layout(request: pytest.FixtureRequest) -> Make:
     return LAYOUTS[request.param]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("link", list(GROUPS))
 @pytest.mark.parametrize("num_experts", [1, 2, 4])
 def test_sums(make_layout: Make, num_experts: int, link: str) -> None:

@@ -14,9 +14,8 @@ from moe_serve.cluster.members.roster import RankPhase
 from moe_serve.cluster.started_cells import build_cells
 from moe_serve.config.cells import CellsConfig
 from moe_serve.config.sections import ClusterConfig, EngineConfig, PipelineConfig
-from moe_serve.engine.build import build_engine
 from moe_serve.engine.request.request import GenerationRequest
-from tests.support.cluster.layouts import Answer, config, serve
+from tests.support.cluster.layouts import Answer, config, served_alone
 from tests.support.cluster.thread_starter import ThreadStarter
 
 PREFILL_DECODE = "1x(1A1E prefill) 1x(1A1E decode)"
@@ -45,7 +44,7 @@ def one_process(of: EngineConfig) -> EngineConfig:
 
 def in_one_process(of: EngineConfig, wanted: Sequence[GenerationRequest]) -> dict[str, Answer]:
     """Returns the answers of one process."""
-    return serve(build_engine(one_process(of)).engine, wanted)
+    return served_alone(one_process(of), wanted)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -109,6 +110,18 @@ def serve(engine: DrivenEngine, wanted: Sequence[GenerationRequest]) -> dict[str
     return answers
 
 
+_answers: dict[str, dict[str, Answer]] = {}
+
+
+def served_alone(of: EngineConfig, wanted: Sequence[GenerationRequest]) -> dict[str, Answer]:
+    """Returns the answers of an engine in this process. Those of a configuration and requests that
+    were served before are not computed again."""
+    key = repr((of, wanted))
+    if key not in _answers:
+        _answers[key] = serve(build_engine(of).engine, wanted)
+    return deepcopy(_answers[key])
+
+
 def colocated(
     of: EngineConfig, wanted: Sequence[GenerationRequest], wire_dtype: str = "auto"
 ) -> dict[str, Answer]:
@@ -116,7 +129,7 @@ def colocated(
     sent."""
     cluster = ClusterConfig(wire_dtype=wire_dtype)  # type: ignore[arg-type]
     alone = replace(of, cluster=cluster, pipeline=PipelineConfig(micro_batches=1))
-    return serve(build_engine(alone).engine, wanted)
+    return served_alone(alone, wanted)
 
 
 def on_ranks(of: EngineConfig, wanted: Sequence[GenerationRequest]) -> dict[str, Answer]:

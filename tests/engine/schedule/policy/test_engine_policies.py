@@ -51,6 +51,7 @@ def test_rows_up_to_a_capacity(capacity: int, is_told: bool) -> None:
     assert (batching.activated_experts is not None) == is_told
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("attention", "micro_batches"), [(1, 2), (2, 3)])
 @pytest.mark.parametrize("policy", ["balanced", "expert-aware"])
 def test_ranks_give_the_same_tokens(

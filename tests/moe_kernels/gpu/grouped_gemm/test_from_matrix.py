@@ -55,6 +55,7 @@ def test_what_is_said_of_the_bits_is_true(kind: Kind) -> None:
     assert abs(bits - layout.bits) < 0.01, f"{kind.name}: {bits} bits, {layout.bits} said"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=id_of)
 def test_a_bank_gives_the_sums_of_the_torch_set(
