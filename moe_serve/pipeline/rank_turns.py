@@ -222,9 +222,11 @@ class RankTurns:
 
     def _following(self, layer: int, state: MicroBatchState) -> TurnLayer | None:
         """Returns what a turn needs to know of a layer; None if it is not for a turn."""
+        if state.pieces is not None:  # it may have no inputs yet
+            return None
         front = self._stage.front(layer)
         has_adapters = state.inputs.adapters is not None or isinstance(state.inputs, PartedInputs)
-        if front is None or state.pieces is not None or has_adapters:
+        if front is None or has_adapters:
             return None
         if state.layer_away is not None and not state.is_away_by_turn:
             return None
