@@ -63,7 +63,7 @@ app.add_typer(
     adapters,
     name="adapters",
     rich_help_panel="Use",
-    help="Make adapters of fine-tunes.",
+    help="Make adapters of fine-tunes, and merge them.",
 )
 app.add_typer(bench, name="bench", rich_help_panel="Use")
 app.command(rich_help_panel="Inspect")(doctor)

@@ -88,7 +88,7 @@ class PlanOptions:
 
 @with_options(PlanOptions)
 def plan(options: PlanOptions) -> None:
-    """Compares layouts of a model on several devices and recommend one.
+    """Compares layouts of a model on several devices and recommends one.
 
     For a workload (--trace or --request-rate): search layouts on the devices of --fleet, or on
     --devices like a calibrated one, simulate the best, and recommend the cheapest that keeps --slo.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from moe_serve.cli.launch import launch, launch_node
+from moe_serve.cli.launch import launch
 from moe_serve.cli.launch.launch_node import config_of_node_0, find_secret
 from moe_serve.cli.launch.launch_options import LaunchOptions, LaunchRequest, launch_request
 from moe_serve.cli.main import main
@@ -178,7 +179,7 @@ def test_only_one_process_of_a_node_stays(capsys: Capture, monkeypatch: pytest.M
 def test_a_node_that_does_not_find_node_0(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_SERVE_CLUSTER_SECRET", "x" * 40)
     monkeypatch.setenv("MOE_SERVE_CLUSTER_START_TIMEOUT_S", "1")
-    monkeypatch.setattr(launch_node.logging, "basicConfig", lambda **_: None)
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
     at = ("--node-rank", "1", "--num-nodes", "2", "--coordinator", "127.0.0.1:9")
     assert run("m", *RANKS, *at) == 1, "not a mistake in what was asked for"
     assert "node 1 does not find node 0 at 127.0.0.1:9" in capsys.readouterr().err
@@ -189,7 +190,7 @@ def test_a_node_that_joins_says_what_it_looks_for(
 ) -> None:
     monkeypatch.setenv("MOE_SERVE_CLUSTER_SECRET", "x" * 40)
     monkeypatch.setenv("MOE_SERVE_CLUSTER_START_TIMEOUT_S", "1")
-    monkeypatch.setattr(launch_node.logging, "basicConfig", lambda **_: None)
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
     assert run("--join", "127.0.0.1:9", "--node", "n", "--places", "1") == 1
     captured = capsys.readouterr()
     assert "node n looks for the launch at 127.0.0.1:9, for up to 1 s" in captured.out
