@@ -77,6 +77,8 @@ class Served:
             rank.resume()
         self._popen.kill()
         self._popen.wait()
+        if self._popen.stdout is not None:
+            self._popen.stdout.close()
         self._log.close()
 
     @property

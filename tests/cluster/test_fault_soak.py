@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from harness.environment import child_environment
-
-ROOT = Path(__file__).resolve().parents[2]
+from soak import fault_soak
 
 
 @pytest.mark.timeout(600)  # soaks for 8 s, and starts processes seven times over
-def test_random_kills_under_load(tmp_path: Path) -> None:
+def test_random_kills_under_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Three kills within seconds of each other: nothing hangs, leaks, fails or is wrong."""
     report = tmp_path / "soak.json"
-    command = [
-        sys.executable, "benchmarks/run.py", "fault_soak", "--minutes", "0.13",
+    arguments = [
+        "fault_soak", "--minutes", "0.13",
         "--kills", "3", "--seed", "11", "--attention-ranks", "2", "--expert-ranks", "2",
         "--clients", "4", "--questions", "8", "--heartbeat", "0.5", "--json", str(report),
     ]  # fmt: skip
-    done = subprocess.run(
-        command, cwd=ROOT, env=child_environment(1), capture_output=True, text=True, timeout=550
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.setattr("sys.argv", arguments)
+    assert fault_soak.main() == 0, capsys.readouterr().out
     figures = json.loads(report.read_text("utf-8"))
     assert figures["num_wrong"] == figures["num_failed"] == 0
     assert len(figures["blows"]) == 3 and figures["num_answers"] > 0
