@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -132,13 +133,29 @@ def colocated(
     return served_alone(alone, wanted)
 
 
+class _Errors(logging.Handler):
+    """Keeps the messages of errors."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
 def on_ranks(of: EngineConfig, wanted: Sequence[GenerationRequest]) -> dict[str, Answer]:
-    """Returns the answers of a cluster of ranks."""
-    engine = build_cluster(of, make_starter=ThreadStarter).engine
+    """Returns the answers of a cluster of ranks, in which no step failed: one that fails is computed
+    again in another way, with the same answers."""
+    engine, errors = build_cluster(of, make_starter=ThreadStarter).engine, _Errors()
+    logging.getLogger("moe_serve").addHandler(errors)
     try:
-        return serve(engine, wanted)
+        answers = serve(engine, wanted)
     finally:
+        logging.getLogger("moe_serve").removeHandler(errors)
         engine.close()
+    assert not errors.messages, errors.messages
+    return answers
 
 
 def random_placement(

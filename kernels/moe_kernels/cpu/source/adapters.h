@@ -8,7 +8,7 @@ struct Linear;
 struct Experts;
 
 // What an adapter changes in a bank of experts. Arrays by expert, null where nothing is changed.
-struct ExpertChanges {  // mirrored in native_adapters.py
+struct ExpertChanges {  // mirrored in native_changes.py
   const uint8_t* is_changed;   // by expert; an expert that is changed and not here is an error
   const Experts* own;          // whole experts in place of the bank's, or null
   const uint32_t* const* up_a;    // [up_width, D]: A of gate, then of up; one for both if shared
@@ -36,7 +36,7 @@ struct LowRank {  // the addition to a linear layer; mirrored in native_adapters
   int64_t num_parts, num_outputs;  // of the layer
 };
 
-struct LayerTune {  // of a whole fine-tune, null: the base model's; mirrored in native_adapters.py
+struct LayerTune {  // of a whole fine-tune, null: the base model's; mirrored in native_changes.py
   const Signs *qkv, *output;  // added to the base model's
   const void *attention_norm, *moe_norm, *q_norm, *k_norm, *sinks;
   const Linear* router;
@@ -48,13 +48,13 @@ struct ModelTune {  // likewise, outside of the layers
   const Linear* head;
 };
 
-struct LayerChanges {  // of one adapter, null: no change; mirrored in native_adapters.py
+struct LayerChanges {  // of one adapter, null: no change; mirrored in native_changes.py
   const LowRank *qkv, *output;
   const ExpertChanges *experts, *mlp;
   const LayerTune* tune;
 };
 
-struct RowAdapters {  // mirrored in native_adapters.py
+struct RowAdapters {  // mirrored in native_rows.py
   const int64_t* adapter;           // of each row, or -1
   const int64_t *order, *starts;    // the rows of adapter a: order[starts[a] .. starts[a + 1])
   const LayerChanges* const* layers;  // by adapter and layer

@@ -9,14 +9,14 @@
 constexpr int64_t kSlots = 16, kShortBytes = 256, kMaxMessages = 64;
 constexpr uint32_t kNew = 1 << 8, kInline = 1 << 9;  // flags of a slot
 
-struct LaneMessage {  // mirrored in native_lanes.py
+struct LaneMessage {  // mirrored in native_rank_steps.py
   uint32_t tag, slot;  // the slot with its flags
   int64_t size;
   double sent;
   uint8_t content[kShortBytes];  // of a frame that travelled in the notice
 };
 
-struct Lane {  // mirrored in native_lanes.py
+struct Lane {  // mirrored in native_rank_steps.py
   int64_t socket, timeout_ns;
   uint8_t* out[kSlots];       // memory of the slots, null: not mapped yet
   int64_t out_bytes[kSlots];
