@@ -145,8 +145,8 @@ class _Errors(logging.Handler):
 
 
 def on_ranks(of: EngineConfig, wanted: Sequence[GenerationRequest]) -> dict[str, Answer]:
-    """Returns the answers of a cluster of ranks. Asserts that no step failed, because one that fails
-    is computed again in another way, with the same answers."""
+    """Returns the answers of a cluster of ranks. Asserts that no step failed: one that fails is
+    computed again in another way, with the same answers."""
     engine, errors = build_cluster(of, make_starter=ThreadStarter).engine, _Errors()
     logging.getLogger("moe_serve").addHandler(errors)
     try:
