@@ -35,6 +35,7 @@ class Series:
     steps: list[list[int]]
     is_parted: bool = False  # run layers in parts, though there are single calls for them
     is_counted: bool = False  # count the calls from Python, which takes time
+    is_timed: bool = True  # note the times of messages, so no native call may exchange several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,8 +36,12 @@ class Pair:
         *,
         is_parted: bool = False,
         is_counted: bool = False,
+        is_timed: bool = True,
     ) -> list[tuple[StepMarks, StepMarks]]:
-        """Returns each step as the attention rank and as the expert rank measured it."""
+        """Returns each step as the attention rank and as the expert rank measured it.
+
+        `is_timed` False: without the times of its messages.
+        """
         self._epoch += 1
         left_s = self._way.delay(delay_s)
         series = Series(
@@ -46,6 +50,7 @@ class Pair:
             steps=[list(rows) for rows in steps],
             is_parted=is_parted,
             is_counted=is_counted,
+            is_timed=is_timed,
         )
         for process in self._processes:
             _write(process, asdict(series))

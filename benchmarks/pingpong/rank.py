@@ -34,6 +34,7 @@ from moe_serve.pipeline.exchange.row_split import RowSplit
 from moe_serve.pipeline.exchange.step_shape import StepShape
 from moe_serve.pipeline.frames.wire import WireFormat, make_wire_format
 from moe_serve.pipeline.links.data_group import DataGroup
+from moe_serve.pipeline.links.shared_link import SharedLink
 from moe_serve.pipeline.links.transfer import Transfer
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.rank_turns import RankTurns
@@ -73,6 +74,7 @@ class PairRank(ABC):
             delay_s=series.delay_s,
         )
         group.forget()
+        group.is_timed = series.is_timed
         try:
             return list(self.take_steps(group, series))
         finally:
@@ -270,6 +272,7 @@ class TimedGroup(DataGroup):
 
     received: list[int]
     sent: list[int]
+    is_timed = True
 
     def forget(self) -> None:
         """Drops the recorded times before a new step."""
@@ -283,8 +286,10 @@ class TimedGroup(DataGroup):
     def receive(self, peer: str, buffer: Tensor, tag: int, operation: object) -> Transfer:
         return _TimedReceive(super().receive(peer, buffer, tag, operation), self.received)
 
-    def shared_links(self, peers: Sequence[str]) -> None:
-        """Returns None: a native call with all links would exchange without this group's clock."""
+    def shared_links(self, peers: Sequence[str]) -> list[SharedLink] | None:
+        """Returns None if times are noted: a native call with all links would exchange without this
+        group's clock."""
+        return None if self.is_timed else super().shared_links(peers)
 
 
 if __name__ == "__main__":

@@ -58,11 +58,11 @@ def side_costs(pair: Pair, rows: int, rounds: int, num_steps: int) -> list[SideC
     steps = [[rows]] * (num_steps + _SPOILED)
     for _ in range(rounds):
         for is_parted, found in ((False, single), (True, parted)):
-            marks = pair.take_steps(0.0, steps, is_parted=is_parted)[_SPOILED:]
+            marks = pair.take_steps(0.0, steps, is_parted=is_parted, is_timed=False)[_SPOILED:]
             for side in (0, 1):
                 found[side].append(statistics.median(each[side].cpu for each in marks) / 1e3)
     counts = [
-        pair.take_steps(0.0, [[rows]] * 3, is_parted=is_parted, is_counted=True)[-1]
+        pair.take_steps(0.0, [[rows]] * 3, is_parted=is_parted, is_counted=True, is_timed=False)[-1]
         for is_parted in (False, True)
     ]
     return [
