@@ -252,7 +252,8 @@ def main() -> int:
         return 0
     wanted = (options.parts or ("oracle" if options.model else ",".join(_USUAL))).split(",")
     if unknown := set(wanted) - set(PARTS):
-        print(f"There is no part {sorted(unknown)[0]!r}. The parts are: {', '.join(PARTS)}.")
+        names = f"some of {', '.join(PARTS)}, or {RANKS}, {TIME} or {LIMIT} alone"
+        print(f"There is no part {sorted(unknown)[0]!r}: give {names}.")
         return 2
     bench = _bench(options, wanted)
     tokenizer = None if options.model else Tokenizer.load(bench.built.layout.folder)
