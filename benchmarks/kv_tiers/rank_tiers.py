@@ -102,6 +102,7 @@ def rank_first_token(arguments: argparse.Namespace, folder: Path) -> dict[str, o
         for engine in (disk, memory):
             timed(engine, known)
         until_stored(disk)
+        until_stored(memory)  # else the next prompt evicts pages that are not copied yet
         for turn in range(arguments.repeat):
             times["cold"].append(timed(disk, request_of(length, 1000 + turn)))  # evicts the known
             until_stored(disk)
