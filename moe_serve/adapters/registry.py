@@ -62,7 +62,7 @@ class AdapterRegistry:
 
     @property
     def memory_bytes(self) -> int | None:
-        """The limit of all adapters in memory; None: there is none."""
+        """The largest number of bytes that adapters may take in memory; None if it is unlimited."""
         return self._config.memory_bytes
 
     def versions(self) -> list[AdapterVersion]:

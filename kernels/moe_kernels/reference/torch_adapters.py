@@ -69,7 +69,10 @@ class TorchExpertAdditions:
         self.num_bytes = sum(each.a_RK.nbytes + each.b_NR.nbytes for each in parts)
 
     def of(self, experts: Sequence[AnyMLP | None]) -> list[AnyMLP | None]:
-        """Returns a bank's experts with the additions. One whose addition is not here is None."""
+        """Returns the experts of a bank with their additions.
+
+        An expert that the adapter changes is None if this process does not hold its addition.
+        """
         return [self._changed(*item) for item in enumerate(experts)]
 
     def _changed(self, expert: int, base: AnyMLP | None) -> AnyMLP | None:

@@ -89,8 +89,8 @@ def _can_be_joined(loaded: LoadedConfig, node: NodeEnvironment) -> bool:
 def find_secret(
     file: Path | None, environ: MutableMapping[str, str], *, is_needed: bool
 ) -> ClusterSecret:
-    """Returns the secret that all nodes share, and puts it into the environment, where the engine
-    reads it. `is_needed`: raises ConfigError if there is none."""
+    """Returns the secret that all nodes share, and sets the environment variable that the engine
+    reads. Raises ConfigError if `is_needed` is true and no secret was given."""
     if file is not None:
         environ[CLUSTER_SECRET_VARIABLE] = f"@{file}"
     secret = read_secret(environ)

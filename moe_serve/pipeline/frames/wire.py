@@ -1,6 +1,7 @@
 """Frames between attention and expert ranks: a header and the rows, in one buffer.
 
-T rows planned for the exchange, n of them sent, K choices, D model width.
+T is the number of rows planned for the exchange, n the number that is sent, K the number of
+experts of a row, E that of all experts, and D the width of the model.
 
     dispatch  [ header | foreseen [E] uint8 | ids [T, K] int32 | weights [T, K] fp32 |
                 scales [T] fp32 | x [n, D] ]

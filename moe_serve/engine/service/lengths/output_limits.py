@@ -22,7 +22,8 @@ _LEAST_ENDED = 64  # recent answers that ended by themselves, before there is a 
 
 
 class OutputLimits:
-    """The limits of all tiers, which follow the recent answers. Infinite: there is none."""
+    """Learns the length limit of each tier from its recent answers. It is infinite for a tier
+    without a limit."""
 
     def __init__(self, tiers: Sequence[TierConfig]) -> None:
         self._factors = [tier.predicted_output_limit for tier in tiers]
