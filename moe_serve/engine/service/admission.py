@@ -87,6 +87,7 @@ class Admission:
         self._order, self._priority_s, self._default_s = order, priority_s, default_s
         self._factors, self._clock = factors, clock
         self._ends_at: dict[int, float] = {}  # by engine: the predicted end of its last step
+        self._num_steps: Counter[int] = Counter()  # by engine: steps begun since its snapshot
         self._snapshots: Mapping[int, QueueSnapshot] = {}  # by engine; replaced, never changed
         self._closed: set[int] = set()  # cells that take no requests
         self._closed_engines: set[int] = set()  # likewise
@@ -98,6 +99,7 @@ class Admission:
         ends."""
         begins_at = max(now, self._ends_at.get(engine, now)) if is_ahead else now
         self._ends_at[engine] = begins_at + seconds
+        self._num_steps[engine] += 1
 
     def _rest_s(self, engine: int, at_s: float | None) -> float:
         """Returns the seconds until the step under way ends, as predicted at its beginning."""
@@ -106,12 +108,14 @@ class Admission:
 
     def publish(self, engine: int, snapshot: QueueSnapshot) -> None:
         """Replaces the snapshot of an engine."""
+        self._num_steps[engine] = 0
         self._snapshots = {**self._snapshots, engine: snapshot}
 
     def withdraw(self, engine: int) -> None:
         """Drops the snapshot of an engine that is lost."""
         self._snapshots = {key: each for key, each in self._snapshots.items() if key != engine}
         self._ends_at.pop(engine, None)
+        del self._num_steps[engine]
         self._closed_engines.discard(engine)
 
     def set_engine_open(self, engine: int, *, is_open: bool) -> None:
@@ -171,8 +175,9 @@ class Admission:
         if not snapshots:
             return None
         raw_s, turns = math.inf, _CellTurns.of([*snapshots.values()])
-        for engine, snapshot in snapshots.items():
+        for engine, published in snapshots.items():
             rest_s = self._rest_s(engine, at_s)
+            snapshot = published.after(self._num_steps[engine])
             found_s = self._in_order_s(snapshot, num_prompt_tokens, turns)
             if found_s is None or rest_s + found_s > self.slack_s(service, priority):
                 found_s = self._by_key_s(snapshot, service, num_prompt_tokens, priority, turns)

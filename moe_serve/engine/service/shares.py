@@ -115,7 +115,10 @@ class Shares:
     def are_ahead(self, delta_s: float) -> NDArray[np.bool_] | None:
         """Returns by place whether a tenant has had more than its share; None if no tenant has."""
         waiting = self._num_waiting > 0
-        if len(self._places) < 2 or np.count_nonzero(waiting) < 2:
+        if len(self._places) < 2:
+            return None
+        counters = self._counter_s[waiting]
+        if len(counters) < 2 or counters.max() - counters.min() <= delta_s:
             return None
         ahead = np.zeros(len(waiting), dtype=np.bool_)
         for tier in np.flatnonzero(np.bincount(self._tier[waiting])):
