@@ -273,6 +273,19 @@ def test_tiers_reach_the_scheduler_and_the_report(
     )
 
 
+def test_runaway_answers_are_counted(tmp_path: Path, capsys: Capture) -> None:
+    """After 80 answers of 4 tokens, the limit is 8; three of 40 tokens reach it."""
+    tiers, trace = tmp_path / "tiers.yaml", tmp_path / "trace.csv"
+    tiers.write_text("tiers:\n  chat: {ttft_s: 20, predicted_output_limit: 2}\n", "utf-8")
+    lengths = [4] * 80 + [40] * 3
+    rows = [f"{0.5 * i},64,{length}" for i, length in enumerate(lengths)]
+    trace.write_text("at_s,prompt_tokens,output_tokens\n" + "\n".join(rows), "utf-8")
+    given = ("--trace", str(trace), "--tiers", str(tiers))
+    report = report_of(tmp_path / "r.json", *QWEN, *given)
+    assert report.server is not None and report.server.runaways == {"chat": 3.0}
+    assert "runaway answers: 3 of chat" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
