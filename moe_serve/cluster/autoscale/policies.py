@@ -12,6 +12,9 @@ from moe_serve.cluster.autoscale.scale_view import CellCounts, ScaleView
 from moe_serve.config.cells import CellRole
 
 
+_PLANNED_REQUESTS = 100
+
+
 class StaticPolicy:
     """Implements AutoscalePolicy: the same numbers of cells at all times."""
 
@@ -59,11 +62,13 @@ class PlannedPolicy:
     name = "planned"
 
     def __init__(self, table: PlanTable, means: TokenMeans, caution: float = 2.0) -> None:
-        """`means`: until requests were seen; `caution`: standard deviations of the forecast's error
-        that are added to it."""
+        """`means`: of the plan; they count as much as 100 requests, because many of the first
+        requests have arrived before their tokens are counted. `caution`: standard deviations of
+        the forecast's error that are added to it."""
         self._table, self._caution = table, caution
         self._forecast, self._seen = RateForecast(), SeenRates()
-        self._sums = [1.0, means.prompt, 1.0, means.output]  # requests and tokens, arrived, ended
+        per_request = (1.0, means.prompt, 1.0, means.output)
+        self._sums = [_PLANNED_REQUESTS * each for each in per_request]  # as in `decide`
 
     def decide(self, view: ScaleView) -> CellCounts:
         self._forecast.observe(view.num_arrived / view.interval_s, view.at_s, view.interval_s)

@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from moe_serve.cluster.cells.cell import cell_name
 from moe_serve.cluster.control.rank_name import RankName, Role, all_ranks
 from moe_serve.cluster.control.secret import ClusterSecret
 from moe_serve.cluster.launch.hosts import HostPort
@@ -89,7 +90,10 @@ class CellNodes:
 
     def nodes(self) -> Sequence[NodeStatus]:
         """See `CellsControl.nodes`."""
-        return () if self._starter is None else self._starter.statuses()
+        return () if self._starter is None else self._starter.statuses(self._cell_of)
+
+    def _cell_of(self, rank: RankName) -> str:
+        return cell_name(self._cells[str(rank)][0])
 
     def _leave(self, ranks: Sequence[RankName]) -> None:
         """Removes the cells of these ranks, because their node leaves or is lost."""
@@ -149,7 +153,7 @@ class CellStarter:
 
     def start(self, rank: RankName) -> None:
         self._started.add(rank)
-        seat = CellSeat(f"cell-{self._cell}", rank.index, self._at)
+        seat = CellSeat(cell_name(self._cell), rank.index, self._at)
         self._starter.start(self._global(rank), seat)
 
     def place_of(self, rank: RankName) -> str:
