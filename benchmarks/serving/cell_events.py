@@ -4,6 +4,7 @@ long      a step of its cell read more than 64 tokens of prompts
 short     a step of its cell read fewer, such as the prompt of another stream
 pages     its cell copied KV pages that arrived, between two steps
 moved     its token came from another cell than the one before
+beside    none of these, but another cell reads a prompt, and shares the cores
 nothing   none of these
 """
 
@@ -20,7 +21,7 @@ from moe_serve.cluster.cells.cell import Cell
 from moe_serve.cluster.cells.cells_engine import CellsEngine
 from moe_serve.engine.request.request import TokenDelta
 
-EVENTS = ("long", "short", "pages", "moved", "nothing")
+EVENTS = ("long", "short", "pages", "moved", "beside", "nothing")
 _SHORT = 64  # tokens of prompts in a step
 
 
@@ -31,7 +32,7 @@ class GapEvents:
     def __init__(self, engine: CellsEngine) -> None:
         self.gaps: defaultdict[str, list[float]] = defaultdict(list)
         self.steps: Counter[tuple[str, str]] = Counter()  # by the cell and the event
-        self._watched: set[str] = set()
+        self._cells, self._watched = engine.cells, set[str]()
         self._last: dict[str, tuple[float, str]] = {}  # time and cell of a stream's last token
         self._num_pages = engine_pages(engine)
         for cell in engine.cells:
@@ -71,7 +72,16 @@ class GapEvents:
     def _event(self, cell: Cell, num_prompt: int) -> str:
         if num_prompt > 0:
             return "long" if num_prompt > _SHORT else "short"
-        return "pages" if self._num_pages(cell) else "nothing"
+        if self._num_pages(cell):
+            return "pages"
+        others = (other for other in self._cells if other is not cell and other.is_out)
+        return "beside" if any(map(_is_reading, others)) else "nothing"
+
+
+def _is_reading(cell: Cell) -> bool:
+    """Returns whether a sequence of a cell has many tokens of its prompt to read."""
+    running = (s for engine in cell.rank_engines.values() for s in engine.moving.running)
+    return any(sequence.num_pending_tokens > _SHORT for sequence in running)
 
 
 def engine_pages(engine: CellsEngine) -> Callable[[Cell], int]:

@@ -20,6 +20,7 @@ from tests.support.cluster.cells_drive import (
 from tests.support.cluster.layouts import Answer, requests, serve
 from tests.support.sampled_cases import EVERY_CASE
 
+pytestmark = pytest.mark.timeout(400)
 VOCAB_SIZE = 4096  # of the demonstration model
 WANTED = requests(10, VOCAB_SIZE, num_tokens=24)
 CASES = [
