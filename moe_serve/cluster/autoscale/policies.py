@@ -11,7 +11,6 @@ from moe_serve.cluster.autoscale.rate_forecast import RateForecast, SeenRates
 from moe_serve.cluster.autoscale.scale_view import CellCounts, ScaleView
 from moe_serve.config.cells import CellRole
 
-
 _PLANNED_REQUESTS = 100
 
 
