@@ -103,7 +103,8 @@ class SeenRates:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """An interval that ended at `at_s`. `rate`: the larger bound of the two windows ending there"""
+    """An interval that ended at `at_s`. `rate`: the larger bound of the two windows that
+    end there."""
 
     at_s: float
     num: int
