@@ -14,7 +14,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from moe_serve.cluster.cells.cell import cell_name
 from moe_serve.cluster.control.rank_name import RankName, Role, all_ranks
 from moe_serve.cluster.control.secret import ClusterSecret
 from moe_serve.cluster.launch.hosts import HostPort
@@ -31,6 +30,10 @@ def ranks_of_cells(shapes: Sequence[CellShape]) -> list[RankName]:
     """Returns all ranks as nodes know them, cell by cell."""
     counts: Counter[Role] = Counter()
     return [name for shape in shapes for name in _named(shape, counts).values()]
+
+
+def _name_of(cell: int) -> str:
+    return f"cell-{cell}"
 
 
 def _named(shape: CellShape, counts: Counter[Role]) -> dict[RankName, RankName]:
@@ -93,7 +96,7 @@ class CellNodes:
         return () if self._starter is None else self._starter.statuses(self._cell_of)
 
     def _cell_of(self, rank: RankName) -> str:
-        return cell_name(self._cells[str(rank)][0])
+        return _name_of(self._cells[str(rank)][0])
 
     def _leave(self, ranks: Sequence[RankName]) -> None:
         """Removes the cells of these ranks, because their node leaves or is lost."""
@@ -153,7 +156,7 @@ class CellStarter:
 
     def start(self, rank: RankName) -> None:
         self._started.add(rank)
-        seat = CellSeat(cell_name(self._cell), rank.index, self._at)
+        seat = CellSeat(_name_of(self._cell), rank.index, self._at)
         self._starter.start(self._global(rank), seat)
 
     def place_of(self, rank: RankName) -> str:
