@@ -127,16 +127,21 @@ def _client(url: str, key: str | None) -> AdminClient:
 
 
 def _print(found: Mapping[str, Any]) -> None:
+    nodes = found.get("nodes", ())
+    more = ("KV pages", "nodes") if nodes else ("KV pages",)
     table = Table.grid(padding=(0, 2))
-    table.add_row(*_COLUMNS, "KV pages", "", style="dim")
+    table.add_row(*_COLUMNS, *more, "", style="dim")
     for cell in found["cells"]:
         drained = ", ".join(f"{rank} drains" for rank in cell["draining_ranks"])
         away = f"cannot compute for {cell['outage_s']:g} s" if cell.get("outage_s") else ""
         rest = "; ".join(part for part in (drained, away, str(cell["note"])) if part)
         values = [str(cell[column]) for column in _COLUMNS]
-        table.add_row(*values, f"{cell['kv_used']:.0%}", rest)
+        values.append(f"{cell['kv_used']:.0%}")
+        if nodes:
+            values.append(", ".join(cell.get("nodes", ())))
+        table.add_row(*values, rest)
     wide_console().print(table)
-    for node in found.get("nodes", ()):
+    for node in nodes:
         places = "" if node["num_places"] is None else f" of {node['num_places']}"
         away = "" if node["is_there"] else ", and is away"
         typer.echo(f"node {node['name']} has {node['num_ranks']}{places} ranks{away}")

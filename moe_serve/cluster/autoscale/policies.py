@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moe_serve.cluster.autoscale.plan_table import PlanTable
-from moe_serve.cluster.autoscale.rate_forecast import RateForecast
+from moe_serve.cluster.autoscale.rate_forecast import RateForecast, SeenRates
 from moe_serve.cluster.autoscale.scale_view import CellCounts, ScaleView
 from moe_serve.config.cells import CellRole
+
+_PLANNED_REQUESTS = 100
 
 
 class StaticPolicy:
@@ -52,28 +54,34 @@ class TokenMeans:
 
 
 class PlannedPolicy:
-    """Implements AutoscalePolicy: forecasts the rate of requests for the time when new cells serve,
-    and looks the cells up in a plan table."""
+    """Implements AutoscalePolicy: looks up in a plan table the cells for the largest of the rate
+    forecast for the time when new cells serve, of the rates seen lately, and of the rate at which
+    the requests in the cells must end before new cells serve."""
 
     name = "planned"
 
     def __init__(self, table: PlanTable, means: TokenMeans, caution: float = 2.0) -> None:
-        """`means`: until requests were seen; `caution`: standard deviations of the forecast's error
-        that are added to it."""
+        """`means`: of the plan; they count as much as 100 requests, because many of the first
+        requests have arrived before their tokens are counted. `caution`: standard deviations of
+        the forecast's error that are added to it."""
         self._table, self._caution = table, caution
-        self._forecast = RateForecast()
-        self._sums = [1.0, means.prompt, 1.0, means.output]  # requests and tokens, arrived, ended
+        self._forecast, self._seen = RateForecast(), SeenRates()
+        per_request = (1.0, means.prompt, 1.0, means.output)
+        self._sums = [_PLANNED_REQUESTS * each for each in per_request]  # as in `decide`
 
     def decide(self, view: ScaleView) -> CellCounts:
         self._forecast.observe(view.num_arrived / view.interval_s, view.at_s, view.interval_s)
+        self._seen.observe(view.num_arrived, view.at_s, view.interval_s, view.horizon_s)
         seen = (view.num_arrived, view.prompt_tokens, view.num_ended, view.output_tokens)
         self._sums = [old + new for old, new in zip(self._sums, seen, strict=True)]
         arrived, prompt, ended, output = self._sums
         ahead, spread = self._forecast.predict(view.at_s + view.horizon_s)
-        rate = max(ahead, self._forecast.level) + self._caution * spread
+        forecast = max(ahead, self._forecast.level) + self._caution * spread
+        rate = max(forecast, self._seen.now, self._seen.bursts)
+        means = prompt / arrived, output / ended
         return {
-            role: self._table.cells_for(role, rate, prompt / arrived, output / ended)
-            for role in view.roles
+            role: self._table.cells_for(role, max(rate, load.num_requests / view.horizon_s), *means)
+            for role, load in view.roles.items()
         }
 
 

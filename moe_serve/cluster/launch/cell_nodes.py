@@ -32,6 +32,10 @@ def ranks_of_cells(shapes: Sequence[CellShape]) -> list[RankName]:
     return [name for shape in shapes for name in _named(shape, counts).values()]
 
 
+def _name_of(cell: int) -> str:
+    return f"cell-{cell}"
+
+
 def _named(shape: CellShape, counts: Counter[Role]) -> dict[RankName, RankName]:
     """Returns the names by which nodes know the ranks of a cell, by those in the cell. `counts`:
     the ranks that nodes know already."""
@@ -89,7 +93,10 @@ class CellNodes:
 
     def nodes(self) -> Sequence[NodeStatus]:
         """See `CellsControl.nodes`."""
-        return () if self._starter is None else self._starter.statuses()
+        return () if self._starter is None else self._starter.statuses(self._cell_of)
+
+    def _cell_of(self, rank: RankName) -> str:
+        return _name_of(self._cells[str(rank)][0])
 
     def _leave(self, ranks: Sequence[RankName]) -> None:
         """Removes the cells of these ranks, because their node leaves or is lost."""
@@ -149,7 +156,7 @@ class CellStarter:
 
     def start(self, rank: RankName) -> None:
         self._started.add(rank)
-        seat = CellSeat(f"cell-{self._cell}", rank.index, self._at)
+        seat = CellSeat(_name_of(self._cell), rank.index, self._at)
         self._starter.start(self._global(rank), seat)
 
     def place_of(self, rank: RankName) -> str:

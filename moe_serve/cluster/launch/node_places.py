@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.launch.node_layout import NodeLayout
@@ -90,14 +90,17 @@ class NodePlaces:
                 "places: add a smaller cell, or start the node with more --places."
             )
 
-    def statuses(self, present: Collection[int]) -> tuple[NodeStatus, ...]:
-        """Returns the nodes that are connected or have ranks."""
+    def statuses(
+        self, present: Collection[int], cell_of: Callable[[RankName], str]
+    ) -> tuple[NodeStatus, ...]:
+        """Returns the nodes that are connected or have ranks. `cell_of`: the cell of a rank."""
         return tuple(
             NodeStatus(
                 name=self.name_of(number),
                 num_ranks=len(self.ranks_on(number)),
                 num_places=self._num_places.get(number),
                 is_there=number == 0 or number in present,
+                cells=tuple(dict.fromkeys(map(cell_of, self.ranks_on(number)))),
             )
             for number in range(self.layout.num_nodes)
             if number == 0 or number in present or self.ranks_on(number)

@@ -120,10 +120,10 @@ class NodeStarter:
         with self._changed:
             self._places.check_room(num_ranks, node, self._nodes)
 
-    def statuses(self) -> tuple[NodeStatus, ...]:
-        """Returns the nodes with their ranks."""
+    def statuses(self, cell_of: Callable[[RankName], str]) -> tuple[NodeStatus, ...]:
+        """Returns the nodes with their ranks. `cell_of`: the cell of a rank."""
         with self._changed:
-            return self._places.statuses(self._nodes)
+            return self._places.statuses(self._nodes, cell_of)
 
     def wait_for_nodes(self, timeout_s: float) -> None:
         """Waits until every node's agent is there; raises ClusterError with the missing nodes."""

@@ -9,12 +9,14 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus:
-    """A node of a launch. `name`: the name of a joined node, or the number of a first node."""
+    """A node of a launch. `name`: the name of a joined node, or the number of a first node;
+    `cells`: those that have ranks there, such as cell-0."""
 
     name: str
     num_ranks: int
     num_places: int | None  # None: no limit
     is_there: bool
+    cells: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

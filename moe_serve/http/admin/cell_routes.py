@@ -54,6 +54,8 @@ def cells_router(cells: CellsControl | None, engine: EngineClient, max_bytes: in
         stats = engine.stats()
         found = cells_part(stats, has_commands=True)
         nodes = [asdict(node) for node in control().nodes()]
+        for cell in found:
+            cell["nodes"] = [node["name"] for node in nodes if cell["name"] in node["cells"]]
         shown = {"cells": found, "autoscale": scaling_part(stats), "nodes": nodes}
         if index is None:
             return shown
