@@ -1,8 +1,8 @@
 """Forecasts a rate some time ahead from its level, its trend, and the errors of earlier forecasts.
 
 Level and trend are smoothed exponentially over time (Holt). A forecast is compared with the level
-at the time that it was made for; the spread of these errors is that of the next forecast. Bursts
-within minutes are not in it: cells are not filled up because of those.
+at the time that it was made for; the spread of these errors is that of the next forecast. The
+errors do not contain bursts within minutes: for those, cells are not filled completely.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SPREAD_SHARE = 0.1  # of a new error in the mean of their squares
 
 
 class RateForecast:
-    """Observes a rate interval by interval."""
+    """A forecast of a rate that is observed interval by interval."""
 
     def __init__(self) -> None:
         self._level: float | None = None

@@ -104,6 +104,7 @@ def _strings(body: Mapping[str, Any], fields: tuple[str, ...]) -> dict[str, str]
     for field in fields:
         if not isinstance(body.get(field), str) or not body[field]:
             raise InvalidRequestError(
-                f"{field} must be a text, and not empty, got {body.get(field)!r:.100}.", param=field
+                f"{field} must be a string that is not empty, got {body.get(field)!r:.100}.",
+                param=field,
             )
     return {field: str(body[field]) for field in fields}
