@@ -61,8 +61,8 @@ def adapter_router(server: ServerContext) -> APIRouter:
         name = values["lora_name"]
         if name == model.name or name.startswith(f"{model.name}:"):
             raise InvalidRequestError(
-                f"lora_name is {name[:200]!r}, the name of the model itself or one that begins "
-                "with it and a colon, by which requests name other adapters: choose another.",
+                f"lora_name is {name[:200]!r}, but must not be the name of the model itself, or "
+                "begin with it and a colon, by which requests name other adapters.",
                 param="lora_name",
             )
         try:
