@@ -164,7 +164,7 @@ class _Frame:
 
     @property
     def address(self) -> int:
-        """Where the frame lies, for a kernel that reads or fills it."""
+        """The address of the frame, for a kernel that reads or fills it."""
         return self._memory.address
 
     def first(self, size: int) -> Tensor:
