@@ -128,7 +128,7 @@ def test_a_removal_waits_until_the_cell_is_gone(server: FakeServer, run: Run) ->
     assert server.asked[0][:2] == ("DELETE", "/admin/cells/1")
     server.lists = [[cell(1, "leaving")], [cell(1, "serving")]]
     result = run("remove", "1")
-    assert "its removal was called off" in str(result.exception)
+    assert "its removal was cancelled" in str(result.exception)
 
 
 def test_cells_and_ranks_drain(server: FakeServer, run: Run) -> None:

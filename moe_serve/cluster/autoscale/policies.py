@@ -1,4 +1,6 @@
-"""The policies that a deployment can use: static, target and planned; and the oracle's, a bound."""
+"""The policies that a deployment can use (static, target and planned), and the oracle, a bound for
+them.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class TargetPolicy:
 
 @dataclass(frozen=True, slots=True)
 class TokenMeans:
-    """Mean tokens of a request: of its prompt, as far as no cache had them, and of its answer."""
+    """The mean tokens of a request: those of its prompt that no cache had, and those of its
+    answer.
+    """
 
     prompt: float
     output: float
@@ -61,9 +65,10 @@ class PlannedPolicy:
     name = "planned"
 
     def __init__(self, table: PlanTable, means: TokenMeans, caution: float = 2.0) -> None:
-        """`means`: of the plan; they count as much as 100 requests, because many of the first
-        requests have arrived before their tokens are counted. `caution`: standard deviations of
-        the forecast's error that are added to it."""
+        """`means` are those of the plan. They count as much as 100 requests, because many of the
+        first requests have arrived before their tokens are counted. `caution` is the number of
+        standard deviations of the forecast's error that are added to it.
+        """
         self._table, self._caution = table, caution
         self._forecast, self._seen = RateForecast(), SeenRates()
         per_request = (1.0, means.prompt, 1.0, means.output)
@@ -89,15 +94,18 @@ Coming = Callable[[float, float], tuple[int, int, int]]
 
 
 class OraclePolicy:
-    """Implements AutoscalePolicy: knows the requests that will come, which makes it a bound for the
-    others. It takes the rate of the next minutes, and that of as many minutes from the moment on at
-    which a cell that is started now serves."""
+    """Implements AutoscalePolicy with the true future requests, which makes it a bound for the
+    others. It uses the rate of the next minutes, and that of as many minutes after a cell that is
+    started now would serve.
+    """
 
     name = "oracle"
 
     def __init__(self, table: PlanTable, coming: Coming, span_s: float = 900.0) -> None:
-        """`coming(a, b)`: the requests that arrive from a to b, and the tokens of their prompts and
-        answers. `span_s`: over which a rate is taken; in shorter ones it is chance."""
+        """`coming(a, b)` returns the requests that arrive from a to b, and the tokens of their
+        prompts and answers. Rates are taken over `span_s`; over shorter times they are mostly
+        chance.
+        """
         self._table, self._coming, self._span_s = table, coming, span_s
 
     def decide(self, view: ScaleView) -> CellCounts:

@@ -1,9 +1,11 @@
 """Forecasts a rate some time ahead from its level, its trend, and the errors of earlier forecasts.
 
 Level and trend are smoothed exponentially over time (Holt). A forecast is compared with the level
-at the time that it was made for; the spread of these errors is that of the next forecast. Such a
-forecast is slow: a load that begins at once is in it after the time of the level. `SeenRates` has
-what was seen, as far as it is more than chance:
+at the time that it was made for; the spread of these errors is that of the next forecast. The
+errors do not contain bursts within minutes: for those, cells are not filled completely.
+
+Such a forecast is slow: it shows a sudden load only after the time constant of the level.
+`SeenRates` gives the rate that was seen, less what may be chance:
 
     bound(n requests in T seconds) = (n - 2 sqrt(n)) / T       25 in 60 s: 0.25 of 0.42 per second
 
@@ -24,7 +26,7 @@ _DEVIATIONS = 2.0
 
 
 class RateForecast:
-    """Observes a rate interval by interval."""
+    """A forecast of a rate that is observed interval by interval."""
 
     def __init__(self) -> None:
         self._level: float | None = None

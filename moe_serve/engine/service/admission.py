@@ -81,9 +81,10 @@ class Admission:
         factors: Callable[[str, float], Factors],
         clock: Clock,
     ) -> None:
-        """`priority_s`: seconds by which one level of priority moves the deadline. `default_s`: the
-        target of a request without one. `factors`: corrects the forecasts of a tier; read from any
-        thread."""
+        """`priority_s` is the number of seconds by which one level of priority moves the deadline.
+        `default_s` is the target of a request without one. `factors` corrects the forecasts of a
+        tier and may be called from any thread.
+        """
         self._order, self._priority_s, self._default_s = order, priority_s, default_s
         self._factors, self._clock = factors, clock
         self._ends_at: dict[int, float] = {}  # by engine: the predicted end of its last step
@@ -95,14 +96,15 @@ class Admission:
         self._refused: Counter[str] = Counter()
 
     def step_begun(self, engine: int, now: float, seconds: float, *, is_ahead: bool) -> None:
-        """Notes that an engine has begun a step; `is_ahead`: it begins when the one under way
-        ends."""
+        """Notes that an engine has begun a step. With `is_ahead` it begins when the running step
+        ends.
+        """
         begins_at = max(now, self._ends_at.get(engine, now)) if is_ahead else now
         self._ends_at[engine] = begins_at + seconds
         self._num_steps[engine] += 1
 
     def _rest_s(self, engine: int, at_s: float | None) -> float:
-        """Returns the seconds until the step under way ends, as predicted at its beginning."""
+        """Returns the seconds until the running step ends, as predicted at its beginning."""
         now = self._clock() if at_s is None else at_s
         return max(0.0, self._ends_at.get(engine, now) - now)
 
@@ -265,9 +267,10 @@ class Admission:
         return lambda ages: np.maximum(keys_at(ages), behind - ages)
 
     def entered(self, turn: int, num_prompt_tokens: int, cell: int = 0) -> float | None:
-        """Notes that a request has reached an engine of a cell in a turn; the cell's next snapshot
-        will include it. Returns its forecast without correction; None if it was not accepted here,
-        or was accepted long ago."""
+        """Notes that a request has reached an engine of a cell in a turn, so that the cell's next
+        snapshot includes it. Returns its forecast without correction, or None if it was not
+        accepted here or long ago.
+        """
         for each in tuple(self._accepted):
             if each.cell is None and each.num_tokens == num_prompt_tokens:
                 each.cell, each.turn = cell, turn
@@ -295,8 +298,9 @@ class Admission:
 
 
 def _refusal(raw_s: float, factor: float, target_s: float) -> Refusal:
-    """Names the time after which the forecast fits, as the queue becomes shorter by a second in
-    each second."""
+    """Builds the refusal. It names the time after which the forecast would fit, because the queue
+    becomes shorter by a second in each second.
+    """
     return Refusal(
         predicted_ttft_s=raw_s * factor,
         target_ttft_s=target_s,
@@ -305,7 +309,8 @@ def _refusal(raw_s: float, factor: float, target_s: float) -> Refusal:
 
 
 def _first_target_s(service: Service) -> float | None:
-    """Returns the target that the first token must keep: its own, else that of the whole answer,
-    which is certainly missed if not even the first token comes in time."""
+    """Returns the target of the first token, or else that of the whole answer, which is certainly
+    missed if the first token is late.
+    """
     targets = service.targets
     return targets.ttft_s if targets.ttft_s is not None else targets.e2e_s

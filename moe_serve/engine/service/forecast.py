@@ -28,7 +28,7 @@ _EMPTY, _NOW = np.zeros(0), np.zeros(1)
 # Moments of its waiting at which the newcomer is looked at: multiples of the wait without arrivals.
 _GRID = np.concatenate([[0.0], np.geomspace(0.25, 256.0, 41)])
 _LEAST_WAIT_S = 1e-3
-_MIDDLE = 0.3  # of an end: half of all times, the n-th end is that of at most n - 0.3 expected ones
+_MIDDLE = 0.3  # the median of the n-th end: it comes when about n - 0.3 ends are expected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class QueueSnapshot:
     def _near_s(
         self, num_tokens: float, key: float, num_more: float, num_more_tokens: float
     ) -> float | None:
-        """Foresees the next steps; None: the first token comes after them."""
+        """Predicts from the next steps; None if the first token comes after them."""
         waits_first, reads_first = self._go_first(num_tokens, key)
         ahead = float(self.num_left[waits_first].sum()) + num_more_tokens
         ahead += float(self.reading_left[reads_first].sum())

@@ -33,7 +33,7 @@ _PREEMPTED, _AGED, _DEMOTED = -2e9, -1e9, 1e9  # offsets of the classes, beyond 
 
 
 def check_order(config: SchedulerConfig) -> None:
-    """Raises ConfigError if a key asks for what the order cannot do: it would have no effect."""
+    """Raises ConfigError if a key is set that has no effect in the configured order."""
     order = resolved_order(config)
     if order in BY_DEADLINE:
         return

@@ -1,4 +1,4 @@
-"""The waiting requests of one step by urgency, sorted only as far as they are asked for."""
+"""The waiting requests of one step by urgency, sorted only as far as they are used."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Shares:
         self._counter_s = np.zeros(_FIRST_CAPACITY)
         self._service_s = np.zeros(_FIRST_CAPACITY)  # work that is not in the totals yet
         self._idle: OrderedDict[_Key, float] = OrderedDict()  # counters, least recent first
-        self._floor_s: dict[int, float] = {}  # tier -> the least counter when somebody last waited
+        self._floor_s: dict[int, float] = {}  # tier -> the least counter when a tenant last waited
         self._totals: dict[_Key, _Totals] = {}
 
     @property
@@ -61,7 +61,7 @@ class Shares:
         return int(self._num_open.sum())
 
     def enter(self, tier: int, tenant: str) -> int:
-        """Notes a new request -> the place of its tenant."""
+        """Notes a new request. Returns the place of its tenant."""
         key = (tier, tenant)
         place = self._places.get(key)
         if place is None:
