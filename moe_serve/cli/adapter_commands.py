@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from moe_serve.cli.console import interrupted_by_terminate
 from moe_serve.cli.options import REQUIRED, argument, option, with_options
 from moe_serve.cli.predictor.predictor import progress_bar
 from moe_serve.errors import ConfigError
@@ -120,7 +121,7 @@ def _distil(options: MakeBitDeltaOptions, paths: list[Path]) -> None:
         fitted=[piece.tokens for piece in read.calibration],
         held_out=[piece.tokens for piece in read.held_out],
     )
-    with progress_bar() as report:
+    with interrupted_by_terminate(), progress_bar() as report:
         made = make_distilled(
             base,
             options.tuned.expanduser(),
@@ -172,7 +173,7 @@ def merge(options: MergeOptions) -> None:
     """
     from moe_serve.adapters.merge import merge_adapter
 
-    with progress_bar() as report:
+    with interrupted_by_terminate(), progress_bar() as report:
         size = merge_adapter(
             _folder(options.base),
             options.adapter.expanduser(),
@@ -193,7 +194,7 @@ def _folder(name: str) -> Path:
 
 
 def _run(work: Callable[[Callable[[int, int], None]], BitDeltaSize], out: Path) -> None:
-    with progress_bar() as report:
+    with interrupted_by_terminate(), progress_bar() as report:
         size = work(lambda done, total: report(f"{done} of {total} tensors", done / total))
     _tell(size, out)
 

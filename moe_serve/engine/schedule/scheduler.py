@@ -323,9 +323,13 @@ class Scheduler:
         sequence.is_running = False
 
     def take_unproven_pages(self) -> list[int]:
-        """Returns freed pages whose values no sampled token has proven, so they may hold NaNs."""
+        """Returns freed pages whose values no sampled token has proven, so they may hold NaNs.
+
+        Not those that are in the tree by now: they were filled, or are ordered to be filled, with a
+        page of a tier, and clearing them would come after that.
+        """
         pages, self._unproven_pages = self._unproven_pages, []
-        return pages
+        return [page for page in pages if page not in self.cache.tree]
 
     def add_unproven(self, pages: Iterable[int]) -> None:
         """Adds freed pages whose contents are undefined."""

@@ -27,7 +27,7 @@ from moe_serve.http.schema.field_types import (
 from moe_serve.http.schema.kv_window_fields import KVWindowFields
 from moe_serve.http.schema.service_fields import Label, ServiceTierName, ServiceWish, SloFields
 from moe_serve.http.schema.structured import ResponseFormat, wished_constraint
-from moe_serve.http.schema.tool_fields import ToolChoice, ToolList, check_tools
+from moe_serve.http.schema.tool_fields import ToolChoice, ToolList, allowed_tools, check_tools
 
 # Fields of a chat that other vendors' APIs do not have. Clients may send them to these APIs too.
 EXTENSIONS = (
@@ -93,10 +93,11 @@ class ChatFields(StrictSchema):
     def chat(self, *, is_parallel: bool | None, continues: bool = False) -> Chat:
         """Raises InvalidRequestError if the tools do not fit each other or the choice."""
         check_tools(self.tools or [], self.tool_choice)
+        tools, tool_choice = allowed_tools(self.tools or (), self.tool_choice)
         return Chat(
             messages=tuple(self.messages),
-            tools=tuple(self.tools or ()),
-            tool_choice=self.tool_choice,
+            tools=tools,
+            tool_choice=tool_choice,
             is_parallel=is_parallel is not False,
             template_kwargs=self.chat_template_kwargs or {},
             reasoning_effort=self.reasoning_effort,

@@ -20,7 +20,7 @@ from moe_serve.http.schema.chat_messages import (
     template_options,
 )
 from moe_serve.http.schema.service_fields import NO_WISH, ServiceWish
-from moe_serve.http.schema.tool_fields import ToolChoice, ToolDefinition, tool_dicts
+from moe_serve.http.schema.tool_fields import ToolDefinition, tool_dicts
 from moe_serve.text.chat_template import join_text_parts
 
 TruncationSide = Literal["left", "right"]
@@ -47,7 +47,7 @@ class Chat:
 
     messages: tuple[ChatMessage, ...]
     tools: tuple[ToolDefinition, ...] = ()
-    tool_choice: ToolChoice | None = None
+    tool_choice: str | dict[str, str] | None = None  # a word, or the name of a function
     is_parallel: bool = True  # an answer may have several calls
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     reasoning_effort: ReasoningEffort | None = None
