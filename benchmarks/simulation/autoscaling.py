@@ -13,7 +13,8 @@ two cores each. The wave lasts 4 hours by default, in which the load changes six
 a day. A day takes about two minutes of a core for each policy and seed.
 
 With `--keep RUNS` the report of each simulation stays in that folder, and one that is there with
-the same options is not run again: so an ended benchmark goes on where it was.
+the same options is not run again: so an ended benchmark goes on where it was. Give another version
+of the program another folder.
 
 `target` finds its share of the seats by simulation. It is also shown with 0.7, as a cell of this
 kind is too slow for the limits of latency long before its seats are taken.
