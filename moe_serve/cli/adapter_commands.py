@@ -54,7 +54,7 @@ class MergeOptions:
     """Options of `adapters merge`."""
 
     base: str = argument(REQUIRED, help="Folder or name of the base model.")
-    adapter: Path = argument(REQUIRED, help="Folder of a LoRA or an ESFT.")
+    adapter: Path = argument(REQUIRED, help="Folder of a LoRA, an ESFT or a BitDelta adapter.")
     out: Path = option(REQUIRED, help="Folder to write; it must not exist.")
 
 
@@ -159,7 +159,7 @@ def convert(options: ConvertBitDeltaOptions) -> None:
 @adapters.command("merge")
 @with_options(MergeOptions)
 def merge(options: MergeOptions) -> None:
-    """Merges a LoRA or an ESFT into its base model, and writes a checkpoint for servers of this
+    """Merges an adapter into its base model, and writes a checkpoint for servers of this
     fine-tune alone."""
     from moe_serve.adapters.merge import merge_adapter
 

@@ -72,6 +72,7 @@ def test_the_flags_are_frozen() -> None:
         "--max-batched-tokens",
         "--max-cells",
         "--max-lora-rank",
+        "--merge-adapter",
         "--max-model-len",
         "--max-num-seqs",
         "--max-queued-requests",
