@@ -28,14 +28,15 @@ class MergePlace:
     name: str
     expert: int | None = None
     is_transposed: bool = False
-    rows: slice = slice(None)
+    rows: slice | None = None  # of the matrix; None: all
 
     def matrix(self, tensor: Tensor) -> Tensor:
         """Returns the matrix [N, K] as a view of the tensor."""
         if self.expert is None:
             return tensor
         matrix = tensor[self.expert]
-        return (matrix.T if self.is_transposed else matrix)[self.rows]
+        matrix = matrix.T if self.is_transposed else matrix
+        return matrix if self.rows is None else matrix[self.rows]
 
 
 def merge_places(
@@ -65,7 +66,7 @@ def _stacked(
     gate, up = slice(half), slice(half, None)
     if layout.is_interleaved:
         gate, up = slice(0, None, 2), slice(1, None, 2)
-    parts = {"gate": ("gate_up", gate), "up": ("gate_up", up), "down": ("down", slice(None))}
+    parts = {"gate": ("gate_up", gate), "up": ("gate_up", up), "down": ("down", None)}
     found = {}
     for part, (key, rows) in parts.items():
         name = table[key].name

@@ -1,5 +1,5 @@
-"""Finds the folder of the checkpoint that a configuration serves: a name on a hub is fetched, and an
-adapter is merged into the model for a server of this fine-tune alone."""
+"""Finds the folder of the checkpoint that a configuration serves: a name on a hub is fetched, and
+an adapter is merged into the model for a server of this fine-tune alone."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_the_weights_are_those_of_the_formula(base: Path, kind: str, tmp_path: P
     ModelLoader(tmp_path / "merged")  # has its configuration
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "granitemoe-shared"])
+@pytest.mark.parametrize("family", ["qwen3_moe-dense-layers", "gpt_oss", "granitemoe-shared"])
 def test_bitdelta(family: str, tmp_path: Path) -> None:
     """Also where a checkpoint has all experts of a layer in one tensor."""
     base = write_checkpoint(tmp_path / "base", CASES[family])

@@ -33,6 +33,7 @@ from moe_kernels.gpu.router.api import route
 from moe_kernels.gpu.rows.api import Addends, add, rms_norm
 from moe_kernels.gpu.sampling.gpu_sampler import GpuTokenSampler
 from moe_kernels.gpu.signs.api import GpuExpertSigns, GpuSignedLinear
+from moe_kernels.interface.adapters import Rest, no_rest
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
     DecodeRoom,
@@ -145,7 +146,7 @@ class TritonKernels:
         return GpuSignedLinear(base, added, self._tiles)
 
     def expert_signs(
-        self, added: Mapping[int, SignedExpert], is_changed_E: Tensor
+        self, added: Mapping[int, SignedExpert], is_changed_E: Tensor, rest: Rest = no_rest
     ) -> GpuExpertSigns:
         return GpuExpertSigns(added, is_changed_E)
 

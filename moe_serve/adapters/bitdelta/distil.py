@@ -107,7 +107,9 @@ def distil(
     """Fits an adapter's scales. Both models are in memory, in fp32."""
     first = [torch.zeros(1)]
     loader = gradient_loader(base, FittedScales(first[0], torch.ones(1)))
-    read = BitDeltaBuilder(loader, AdapterTargets(loader), WHOLE, LiveModel()).read(files)
+    read = BitDeltaBuilder(loader, AdapterTargets(loader), WHOLE, LiveModel(), LoadRests()).read(
+        files
+    )
     places, count = dict[AdaptedMatrix, Tensor](), 1
     for target, module in read.signs.items():
         own = files.read(module + SCALE).float().flatten()
