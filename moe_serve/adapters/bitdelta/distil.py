@@ -32,6 +32,7 @@ from moe_serve.adapters.bitdelta.whole_texts import (
     open_adapted,
     open_model,
 )
+from moe_serve.adapters.load_rests import LoadRests
 from moe_serve.adapters.targets import AdaptedMatrix, AdapterTargets
 
 Tokens = NDArray[np.int64]
