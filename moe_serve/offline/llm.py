@@ -122,11 +122,10 @@ class LLM:
         expert_lora: ExpertLora = "auto",
     ) -> None:
         model_config = ModelConfig(
-            path=model, dtype=dtype, device=device, kernels=kernels,
+            path=model, merge_adapter=merge_adapter, dtype=dtype, device=device, kernels=kernels,
             expert_weights=expert_weights, linear_weights=linear_weights,
             low_bit_products=low_bit_products, num_threads=num_threads, cuda_graphs=cuda_graphs,
-            expert_memory_bytes=expert_memory_bytes, max_model_len=max_model_len,
-            merge_adapter=merge_adapter)  # fmt: skip
+            expert_memory_bytes=expert_memory_bytes, max_model_len=max_model_len)  # fmt: skip
         scheduler_config = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens,
             batch_policy=batch_policy, tiers=check_tiers(tiers or {}, "tiers", "LLM"))  # fmt: skip
@@ -139,8 +138,7 @@ class LLM:
             pipeline=PipelineConfig(micro_batches=micro_batches), cells=CellsConfig(layout=cells),
             predictor=PredictorConfig(path=predictor),
             speculation=SpeculationConfig(method=speculation),
-            adapters=adapter_config(adapters or {}, expert_lora),
-        )  # fmt: skip
+            adapters=adapter_config(adapters or {}, expert_lora))  # fmt: skip
         checked = served_engine_config(check_engine_config(config, "LLM"))
         self._tokenizer: Tokenizer | None = Tokenizer.load(model_folder(checked.model))  # first
         built = build_any_engine(checked)

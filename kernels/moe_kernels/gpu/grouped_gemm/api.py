@@ -137,17 +137,24 @@ def grouped_experts(
         added_ids=gate_up.added_ids,
     )
     multiply(down, alignment, top_k, chip)
+    _combine(y_SD, expert_ids_TK, weights_TK, out_TD, experts.num_experts)
+    return out_TD
+
+
+def _combine(
+    y_SD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, out_TD: Tensor, num_experts: int
+) -> None:
+    (num_rows, top_k), width = expert_ids_TK.shape, out_TD.shape[1]
     combine_kernel[(num_rows, -(-width // _COMBINE_BLOCK))](
         y_SD,
         expert_ids_TK,
         weights_TK,
         out_TD,
-        experts.num_experts,
+        num_experts,
         width,
         TOP_K=top_k,
         BLOCK_D=_COMBINE_BLOCK,
     )
-    return out_TD
 
 
 def _places(alignment: Alignment) -> Tensor:
