@@ -193,6 +193,8 @@ def multiply(product: Product, alignment: Alignment, top_k: int, chip: Chip) -> 
     if tile.uses_tma and not alignment.is_direct and product.added is None:
         _multiply_by_tma(product, alignment, top_k, chip, tile)
         return
+    added = product.added
+    assert added is None or added.numel() < 2**31, f"additions of {list(added.shape)}"
     weight, activation = product.weight, product.activation
     num_outputs = weight.num_outputs
     grid = (alignment.max_tiles * -(-num_outputs // tile.block_n),)
