@@ -48,7 +48,8 @@ class BitDeltaBuilder:
         if self._experts is None:
             raise CheckpointError(
                 f"{files.folder} is a BitDelta adapter, for which the kernels "
-                f"{self._loader.kernels.name} have no products: use --kernels native, torch or triton."
+                f"{self._loader.kernels.name} have no products: use --kernels native, torch or "
+                "triton."
             )
         return self.built(self.read(files))
 
