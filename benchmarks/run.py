@@ -21,6 +21,7 @@ BENCHMARKS = {
     "engine": "offline.engine",
     "adapters": "offline.adapters",
     "bitdelta": "offline.bitdelta",
+    "adapter_loads": "offline.adapter_loads",
     "low_bits": "offline.low_bits",
     "packed_model": "offline.packed_model",
     "load_memory": "offline.load_memory",

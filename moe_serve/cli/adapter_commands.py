@@ -62,7 +62,7 @@ class MergeOptions:
     """Options of `adapters merge`."""
 
     base: str = argument(REQUIRED, help="Folder or name of the base model.")
-    adapter: Path = argument(REQUIRED, help="Folder of a LoRA or an ESFT.")
+    adapter: Path = argument(REQUIRED, help="Folder of a LoRA, an ESFT or a BitDelta adapter.")
     out: Path = option(REQUIRED, help="Folder to write; it must not exist.")
 
 
@@ -168,7 +168,7 @@ def convert(options: ConvertBitDeltaOptions) -> None:
 @adapters.command("merge")
 @with_options(MergeOptions)
 def merge(options: MergeOptions) -> None:
-    """Merge a LoRA or an ESFT into its base model, and write a checkpoint for servers that serve
+    """Merge an adapter into its base model, and write a checkpoint for servers that serve
     only this fine-tune.
     """
     from moe_serve.adapters.merge import merge_adapter

@@ -198,6 +198,7 @@ class OpenedModel(ServedCheckpoint):
         open_weights: OpenWeights = open_checkpoint,
     ) -> OpenedModel:
         """Raises CheckpointError, and ConfigError for kernels that this machine does not have."""
+        assert config.merge_adapter is None, "an adapter is merged before weights are opened"
         dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
         try:
             loader = ModelLoader(

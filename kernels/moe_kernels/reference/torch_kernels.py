@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moe_kernels.interface.adapters import RowAdditions
+from moe_kernels.interface.adapters import Rest, RowAdditions, no_rest
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
     DecodeRoom,
@@ -139,7 +139,7 @@ class TorchKernels:
         return TorchSignedLinear(base, added)
 
     def expert_signs(
-        self, added: Mapping[int, SignedExpert], is_changed_E: Tensor
+        self, added: Mapping[int, SignedExpert], is_changed_E: Tensor, rest: Rest = no_rest
     ) -> TorchExpertSigns:
         return TorchExpertSigns(added, is_changed_E)
 

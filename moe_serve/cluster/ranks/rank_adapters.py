@@ -56,6 +56,7 @@ class RankAdapters:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         for order in orders:
             self._load(order)
+        self._builder.rests.begin()
 
     def close(self) -> None:
         """Ends the reads. One that hangs does not hold up the rank's end."""
@@ -90,6 +91,7 @@ class RankAdapters:
         self._builder = AdapterBuilder(self._loader, self._config, part, self._live)
         for order in list(self._orders.values()):
             self._load(order)
+        self._builder.rests.begin()
 
     def _load(self, order: LoadAdapter) -> None:
         """Reads an adapter and reports on it. Any error ends this load only."""
