@@ -53,13 +53,12 @@ from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.load.weight_reader import LoadProgress, OpenWeights, open_checkpoint
 from moe_serve.model.spec import ModelSpec
 from moe_serve.pipeline.exchange.next_layer import NextLayer
-from moe_serve.pipeline.fewer_experts import FewerExperts
 from moe_serve.pipeline.frames.wire import make_wire_format
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.route_tap import RouteTap
 from moe_serve.pipeline.stacked_layers import StackedLayers
 from moe_serve.pipeline.timeline.stage_log import StageLog
-from moe_serve.pipeline.transport import LocalTransport
+from moe_serve.pipeline.transport import FewerExperts, LocalTransport
 
 
 def _no_nudge() -> None:

@@ -183,7 +183,7 @@ def launch(options: LaunchOptions) -> None:
         node = joining_node(options)
         # Imported late, as below.
         with ending_at_interrupt():
-            from moe_serve.cli.launch.join_node import join_launch
+            from moe_serve.cli.launch.launch_node import join_launch
 
         join_launch(options, node, os.environ)
         return

@@ -25,10 +25,8 @@ from moe_serve.cluster.control.parcel_messages import (
     SendPages,
     TakePages,
 )
-from moe_serve.cluster.parcels.cell_ranks import CellRanks
+from moe_serve.cluster.parcels.cell_ranks import CellRanks, pages_refusal
 from moe_serve.cluster.parcels.parcel import Lease, Parcel, ParcelEnd, RankPlace
-from moe_serve.cluster.parcels.refusal import pages_refusal
-from moe_serve.cluster.parcels.slot_pool import SlotPool
 from moe_serve.config.cells import CellsConfig
 from moe_serve.errors import ConfigError
 
@@ -307,3 +305,25 @@ class RankCarrier:
 
 def _name(place: RankPlace) -> str:
     return f"{place.rank} of cell {place.cell}"
+
+
+class SlotPool:
+    """Gives slots to parcels. The lowest free slots are used first, so that memory that is never
+    needed is never touched.
+    """
+
+    def __init__(self, num_slots: int, first: int = 0) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(first + num_slots - 1, first - 1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> tuple[int, ...]:
+        assert count <= self.num_free, f"{count} slots of {self.num_free} that are free"
+        return tuple(self._free.pop() for _ in range(count))
+
+    def give_back(self, slots: tuple[int, ...]) -> None:
+        self._free += reversed(slots)
+        assert len(self._free) <= self.num_slots, "a slot was given back twice"
