@@ -40,6 +40,7 @@ BENCHMARKS = {
     "layouts": "simulation.layouts",
     "roles": "simulation.roles",
     "autoscaling": "simulation.autoscaling",
+    "servegen_day": "simulation.servegen_day",
     "kernels": "kernel_bench.kernels",
     "cpu_kernels": "kernel_bench.cpu_kernels",
     "drafting": "kernel_bench.drafting",

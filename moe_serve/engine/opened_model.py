@@ -86,7 +86,7 @@ class AttentionPart:
     cache: KVCache
     num_pages: int
     kv_bytes: int
-    mtp: MTPPart | None = None  # drafts, if the configuration wants it
+    mtp: MTPPart | None = None  # the layer that drafts, if it is configured
 
     @property
     def kv_dtype(self) -> str:

@@ -218,7 +218,7 @@ class LLM:
         continues: bool,
         tiers: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
-        """Complete prompts. `continues` means that the answers continue the prompts' text."""
+        """Completes prompts. `continues` means that the answers continue the prompts' text."""
         listed = as_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(listed)

@@ -1,4 +1,4 @@
-"""Runs the strongest of each row's experts only, to draft tokens with the served model itself.
+"""Runs only the strongest experts of each row, to draft tokens with the served model itself.
 
 T rows, K choices of the router, N choices that are kept, E experts.
 """

@@ -33,7 +33,7 @@ class Transport(Protocol):
         ...
 
     def finish(self) -> None:
-        """Check, once all rows of a step are back, what could not be checked earlier.
+        """Makes the checks that are only possible once all rows of a step are back.
 
         Before this call a GPU may still wait for another rank; afterwards it does not.
         """

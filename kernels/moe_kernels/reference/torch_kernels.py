@@ -244,7 +244,7 @@ class TorchKernels:
 def _split(
     qkv: Tensor, norm: QKNormWeights | None, shape: AttentionShape
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split, norm and clip -> q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv]."""
+    """Splits, norms and clips -> q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv]."""
     dim, heads, kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
     q, k, v = qkv.split([heads * dim, kv_heads * dim, kv_heads * shape.value_width], dim=-1)
     if norm is not None and shape.qk_norm == "row":

@@ -107,7 +107,7 @@ def find_secret(
 def run_agent(
     config: Config, node: NodeEnvironment, secret: ClusterSecret, environ: Mapping[str, str]
 ) -> None:
-    """Runs the agent of one of the first nodes, see `run_life`."""
+    """Runs the agent of a node that was there from the start; see `run_life`."""
 
     def find(timeout_s: float) -> Channel[AgentMessage]:
         channel = connect_agent(node, socket.gethostname(), secret, timeout_s)
@@ -200,7 +200,7 @@ def _build_cells(
 
 
 def starter_of_cells(nodes: CellNodes) -> StarterOfCell:
-    """Returns what starts the ranks of each cell on the nodes of a launch."""
+    """Returns the object that starts the ranks of each cell on the nodes of a launch."""
 
     def of_cell(cell: NewCell) -> MakeStarter:
         return lambda host, port, secret, num_threads: nodes.starter_of(
@@ -211,8 +211,9 @@ def starter_of_cells(nodes: CellNodes) -> StarterOfCell:
 
 
 def config_of_node_0(config: Config, layout: NodeLayout, host: str) -> Config:
-    """Returns the configuration for node 0: ranks and coordinator listen at `host` and share a
-    node's cores, as all nodes are alike."""
+    """Returns the configuration for node 0. Ranks and coordinator listen at `host`, and the ranks
+    of a node share its cores equally, because all nodes are alike.
+    """
     most = max(len(ranks) for ranks in layout.nodes)
     threads = config.engine.model.num_threads or max(1, (os.cpu_count() or 1) // most)
     engine = replace(

@@ -114,8 +114,9 @@ class ServiceStart:
         return note
 
     def hand_over(self) -> socket.socket:
-        """Ends the loading: clients that connect from now on wait for the next server. Until that
-        listens to signals, a SIGTERM still ends the start."""
+        """Ends the loading page: clients that connect from now on wait for the server itself. Until
+        the server handles signals, SIGTERM still ends the start.
+        """
         self.startup.begin("ready")
         self._loading.close()
         return self._listener
@@ -123,10 +124,10 @@ class ServiceStart:
 
 @contextlib.contextmanager
 def _ending_at_sigterm() -> Iterator[None]:
-    """Ends the start at SIGTERM while no server listens to the signal: before one does, and after
-    it has served.
+    """Ends the process at SIGTERM while the server does not handle the signal: before it serves and
+    after it has served.
 
-    Resources that are open at that moment are closed.
+    Open resources are closed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -261,7 +262,7 @@ def banner_rows(
     placement: PlacementControl | None,
     app: FastAPI,
 ) -> dict[str, str]:
-    """Returns one line per row. Of secrets only their number is shown."""
+    """Returns the rows of the ready message. Secrets are counted, never shown."""
     rows = {"limits": _limits(config, layout)}
     if config.engine.cache.disk_path is not None:
         rows["tier"] = _tier(config)

@@ -1,4 +1,4 @@
-"""The attention ranks of all cells, as the carrier reaches them."""
+"""The attention ranks of all cells, for the carrier."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ class CellRanks(Protocol):
     """The part of the cells that the carrier uses."""
 
     def loaded(self, place: RankPlace) -> Loaded | None:
-        """Returns what a process reported when it had loaded; None if it is not there."""
+        """Returns the message with which a process reported that it had loaded; None if the process
+        is gone.
+        """
         ...
 
     def send(self, place: RankPlace, order: ParcelOrder) -> None:

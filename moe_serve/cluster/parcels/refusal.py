@@ -1,4 +1,4 @@
-"""Compares what two attention ranks say of their pages."""
+"""Compares the facts that two attention ranks report about their pages."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from moe_serve.cluster.control.parcel_messages import ParcelFacts
 
 
 def pages_refusal(source: Loaded, target: Loaded) -> str:
-    """Returns why the pages of one rank are of no use to another, naming both values; empty if
-    they can be used as if the other had computed them."""
+    """Returns why one rank cannot use the pages of another, with both values; empty if it can use
+    them as if it had computed them.
+    """
     ours, theirs = _facts(source), _facts(target)
     for name, a, b in (
         ("weights", source.weights_hash[:12], target.weights_hash[:12]),

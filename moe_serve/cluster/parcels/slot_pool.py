@@ -1,11 +1,12 @@
-"""The slots of one memory: which are free, and which parcel has the others."""
+"""The slots of one memory, free or given to a parcel."""
 
 from __future__ import annotations
 
 
 class SlotPool:
-    """Gives slots to parcels. The lowest ones are used first, so memory that is never needed is
-    never touched."""
+    """Gives slots to parcels. The lowest free slots are used first, so that memory that is never
+    needed is never touched.
+    """
 
     def __init__(self, num_slots: int, first: int = 0) -> None:
         self.num_slots = num_slots

@@ -1,4 +1,6 @@
-"""Turns the model of a configuration into a folder: a name is fetched, a folder stays."""
+"""Turns the model of a configuration into a folder: downloads a model given by name, and leaves a
+folder as it is.
+"""
 
 from __future__ import annotations
 
