@@ -168,8 +168,8 @@ def convert(options: ConvertBitDeltaOptions) -> None:
 @adapters.command("merge")
 @with_options(MergeOptions)
 def merge(options: MergeOptions) -> None:
-    """Merge an adapter into its base model, and write a checkpoint for servers that serve
-    only this fine-tune.
+    """Merge an adapter into its base model, and write a checkpoint for servers that serve only
+    this fine-tune.
     """
     from moe_serve.adapters.merge import merge_adapter
 
