@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from moe_serve.bench.capacity import steady_rate
 from moe_serve.bench.figures.request_record import RequestRecord
 from moe_serve.bench.figures.summary import Spread, Summary, summarize
 from moe_serve.bench.simulated_requests import jobs_of, record_of
@@ -44,7 +45,7 @@ LENGTHS = {"short": ((16, 64), (16, 48)), "long": ((128, 512), (32, 96))}
 LIMITS = {"64/1024": (64, 1024), "16/256": (16, 256)}  # requests / tokens of a step
 CLOSED, OPEN = (1, 4, 16, 32), (0.5, 0.8)  # requests at once; shares of the capacity
 _DRIFT, _EVERY = 0.05, 2  # runs between calibrations
-_FULL = 32  # requests at once at which the capacity is simulated
+_QUEUE = 200  # requests that wait at once where the capacity is simulated
 _LONGER = 1.05
 _TIMES = ("alpha_s", "row_s", "kv_token_s", "pair_s", "expert_s", "sequence_s")
 _TYPICAL = (BatchLoad.decode(1, 200), BatchLoad.decode(16, 200), BatchLoad.of_parts([0], [400]))
@@ -171,11 +172,17 @@ class Bench:
 
     def sized(self, case: Case, costs: StageCosts, seconds: float) -> Workload:
         """Returns a workload that takes about `seconds`."""
-        full = replace(case, concurrency=case.concurrency or _FULL, share=None)
-        rate = self.simulated(full, full.workload(100), costs).requests_per_s
         if case.share is None:
+            rate = self.simulated(case, case.workload(100), costs).requests_per_s
             return case.workload(max(8, 2 * (case.concurrency or 1), round(rate * seconds)))
-        return case.workload(max(20, round(case.share * rate * seconds)), case.share * rate)
+        rate = case.share * self.capacity(case, costs)
+        return case.workload(max(20, round(rate * seconds)), rate)
+
+    def capacity(self, case: Case, costs: StageCosts) -> float:
+        """Returns the requests per second at which a queue that never ends is worked off."""
+        slots = [replace(slot, at_s=0.0) for slot in case.workload(_QUEUE, 1.0).slots()]
+        times = World([self.cell(case, costs)]).run(jobs_of(slots, 0))
+        return steady_rate([record_of(each) for each in times])
 
 
 def slower(costs: StageCosts, factor: float) -> StageCosts:

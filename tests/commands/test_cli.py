@@ -137,6 +137,7 @@ def test_the_flags_are_frozen() -> None:
     assert flags_of("timeline") == ["--layers", "--out", "--step", "--steps", "file"]
     assert flags_of("calibrate") == [
         "--device",
+        "--http",
         "--layouts",
         "--num-threads",
         "--out",
@@ -188,6 +189,7 @@ def test_the_flags_are_frozen() -> None:
         "--devices",
         "--duration",
         "--hand-over",
+        "--http",
         "--json",
         "--late",
         "--layout",
