@@ -93,10 +93,10 @@ def _frontier(plan: FleetPlan) -> str:
         lines.append(PlotLine(name="b", xs=(x.low, x.high), ys=(1e3 * limit_s, 1e3 * limit_s)))
     picture = plot("Simulated fleets: price against TPOT", x, y, lines, marks)
     caption = "<figcaption>Cost against latency, simulated</figcaption>"
-    return f"<figure>{caption}{picture}{_legend(marks, has_limit=len(lines) > 1)}</figure>"
+    return f"<figure>{caption}{picture}{_legend(marks, plan, has_limit=len(lines) > 1)}</figure>"
 
 
-def _legend(marks: Sequence[PlotMark], *, has_limit: bool) -> str:
+def _legend(marks: Sequence[PlotMark], plan: FleetPlan, *, has_limit: bool) -> str:
     """Explains what the picture of the simulated fleets has, and nothing else."""
     names = {mark.name for mark in marks}
     parts = [
@@ -105,7 +105,8 @@ def _legend(marks: Sequence[PlotMark], *, has_limit: bool) -> str:
         if name in names
     ]
     if has_limit:
-        parts.append('<span><i class="dashed"></i>limit of TPOT</span>')
+        text = f"limit of TPOT, for {plan.demand.attainment:.0%} of the requests"
+        parts.append(f'<span><i class="dashed"></i>{text}</span>')
     return f'<p class="legend">{"".join(parts)}</p>'
 
 
