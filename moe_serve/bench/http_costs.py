@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from moe_serve.bench.bench_run import ServerProbe
 from moe_serve.bench.client.connection import Target
@@ -59,6 +60,14 @@ class _Samples:
     firsts: dict[int, list[tuple[float, float]]] = field(default_factory=dict)  # by prompt tokens
     begins: list[tuple[float, float]] = field(default_factory=list)  # that a request takes of steps
     chunks: list[float] = field(default_factory=list)  # between two chunks of a step
+
+
+def can_measure_http(calibration: Calibration) -> bool:
+    """Returns True if HTTP is measured unless the user says otherwise: on a CPU whose free memory
+    holds the two copies of the model twice. A GPU holds the model already."""
+    num_bytes = calibration.model.attention_bytes + calibration.model.expert_bytes
+    free = psutil.virtual_memory().available
+    return calibration.machine.device == "cpu" and free >= 4 * num_bytes
 
 
 def with_http(calibration: Calibration, request: CalibrationRequest) -> Calibration:

@@ -53,7 +53,7 @@ class CalibrateOptions:
     http: bool | None = option(
         None,
         "--http/--no-http",
-        show_default="measured, unless --quick or a GPU",
+        show_default="measured, unless --quick, a GPU, or memory for less than four models",
         help="Start a server of the model, and measure what HTTP adds to a request and a step. "
         "`simulate` and `plan` then predict servers, not only engines.",
     )
@@ -72,7 +72,7 @@ def calibrate(options: CalibrateOptions) -> None:
     out = options.out.expanduser()
     check_output(out)
 
-    from moe_serve.bench.http_costs import with_http
+    from moe_serve.bench.http_costs import can_measure_http, with_http
     from moe_serve.config.sections import ModelConfig
     from moe_serve.engine.opened_model import model_folder
     from moe_serve.model.hub.named_model import local_model
@@ -103,7 +103,7 @@ def calibrate(options: CalibrateOptions) -> None:
         )
         has_http = options.http
         if has_http is None:
-            has_http = not options.quick and done.machine.device == "cpu"
+            has_http = not options.quick and can_measure_http(done)
         if has_http:
             bar.update(task, description="HTTP", completed=0.98)
             done = with_http(done, request)

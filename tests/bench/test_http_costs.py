@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from moe_serve.bench import http_costs
 from moe_serve.bench.figures.request_record import RequestRecord
-from moe_serve.bench.http_costs import chunk_seconds, measure_http, started_server
+from moe_serve.bench.http_costs import can_measure_http, chunk_seconds, measure_http, started_server
 from moe_serve.errors import BenchServerError
 from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.planning.measured_model import load_measured_model
+from tests.support.cluster.calibrations import cpu_calibration
 
 
 @pytest.fixture
@@ -49,6 +51,14 @@ def test_a_real_server_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert costs.request.seconds(16) >= 0 and costs.begin_s >= 0 and costs.chunk_s >= 0
     assert min(costs.step.alpha_s, costs.step.beta_s) >= 0
     assert report.name == http_costs.HTTP_STEPS and report.num_samples == 2
+
+
+def test_large_models_and_gpus_are_measured_on_demand_only() -> None:
+    small = cpu_calibration()
+    here = replace(small, machine=replace(small.machine, device="cpu"))
+    assert can_measure_http(here) and not can_measure_http(small), "made up is not the CPU"
+    large = replace(here.model, expert_bytes=2**50)
+    assert not can_measure_http(replace(here, model=large))
 
 
 def test_a_server_that_cannot_start_is_reported() -> None:
