@@ -291,7 +291,7 @@ def _fitted(samples: _Samples) -> tuple[HttpCosts, FitReport]:
     return costs, FitReport(
         name=HTTP_STEPS,
         num_samples=len(counts),
-        r_squared=1 - float(rest / spread),
+        r_squared=1 - float(rest / spread) if spread else 1.0,
         median_error=float(np.median(errors)),
         max_error=float(errors.max()),
     )
