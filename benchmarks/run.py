@@ -36,6 +36,7 @@ BENCHMARKS = {
     "cells_bar": "serving.cells_bar",
     "published_rows": "simulation.published_rows",
     "own_runs": "simulation.own_runs",
+    "http_runs": "simulation.http_runs",
     "at_once": "simulation.at_once",
     "layouts": "simulation.layouts",
     "roles": "simulation.roles",

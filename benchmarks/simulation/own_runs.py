@@ -4,9 +4,9 @@
     python benchmarks/run.py own_runs --only "long.*open" --seconds 8     # four of the runs
     python benchmarks/run.py own_runs --cpu-time --seconds 1     # rough, on a busy machine
 
-The runs go through one engine in this process, so HTTP is not in them. Whole steps are calibrated
-before, between and after the runs. A run is simulated with the calibrations before and after it,
-and does not count if these differ by more than 5%.
+The runs go through one engine in this process; `http_runs` has those over HTTP. Whole steps are
+calibrated before, between and after the runs. A run is simulated with the calibrations before and
+after it, and does not count if these differ by more than 5%.
 
 Two more figures of a run separate errors of the costs from those of the queue. `same steps`
 compares the measured and the predicted seconds of the steps that were really run. `+5%` is the
@@ -24,10 +24,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from moe_serve.bench.capacity import steady_rate
 from moe_serve.bench.figures.request_record import RequestRecord
 from moe_serve.bench.figures.summary import Spread, Summary, summarize
 from moe_serve.bench.simulated_requests import jobs_of, record_of
-from moe_serve.bench.workload.prompt_maker import Slot
 from moe_serve.bench.workload.workload import GammaArrivals, Lengths, Workload
 from moe_serve.clock import Clock
 from moe_serve.config.sections import SchedulerConfig
@@ -37,7 +37,7 @@ from moe_serve.planning.calibration import CalibrationRequest, calibrate
 from moe_serve.planning.measured_model import MeasuredModel, load_measured_model
 from moe_serve.planning.whole_steps import StepSample, fit_whole_steps, whole_steps
 from moe_serve.simulate.layout import Layout
-from moe_serve.simulate.simulated_cell import CellLimits, make_cell
+from moe_serve.simulate.simulated_cell import CellLimits, SimulatedCell, make_cell
 from moe_serve.simulate.world import World
 from simulation.real_run import run_for_real
 
@@ -45,7 +45,7 @@ LENGTHS = {"short": ((16, 64), (16, 48)), "long": ((128, 512), (32, 96))}
 LIMITS = {"64/1024": (64, 1024), "16/256": (16, 256)}  # requests / tokens of a step
 CLOSED, OPEN = (1, 4, 16, 32), (0.5, 0.8)  # requests at once; shares of the capacity
 _DRIFT, _EVERY = 0.05, 2  # runs between calibrations
-_FULL = 32  # requests at once at which the capacity is simulated
+_QUEUE = 200  # requests that wait at once where the capacity is simulated
 _LONGER = 1.05
 _TIMES = ("alpha_s", "row_s", "kv_token_s", "pair_s", "expert_s", "sequence_s")
 _TYPICAL = (BatchLoad.decode(1, 200), BatchLoad.decode(16, 200), BatchLoad.of_parts([0], [400]))
@@ -70,9 +70,9 @@ class Case:
         most, rows = LIMITS[self.limits]
         return SchedulerConfig(max_num_seqs=most, max_batched_tokens=rows)
 
-    def slots(self, num: int, rate: float | None = None) -> list[Slot]:
+    def workload(self, num: int, rate: float | None = None) -> Workload:
         (low, high), (short, long) = LENGTHS[self.lengths]
-        workload = Workload(
+        return Workload(
             seed=len(self.name),
             concurrency=self.concurrency if rate is None else None,
             arrivals=None if rate is None else GammaArrivals(rate=rate),
@@ -80,20 +80,20 @@ class Case:
             output_tokens=Lengths(low=short, high=long),
             num_requests=num,
         )
-        return list(workload.slots())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
     """The figures of a run and of its simulation. `drift`: of the calibrations around it;
-    `same_steps`: error of the costs for the steps that were really run; `if_longer`: change of the
+    `same_steps`: error of the costs for the steps that were really run, None if they are not known;
+    `if_longer`: change of the
     simulated median TPOT with steps that are 5% longer."""
 
     case: Case
     real: Summary
     simulated: Summary
     drift: float
-    same_steps: float
+    same_steps: float | None
     if_longer: float
 
     def errors(self) -> dict[str, float]:
@@ -145,13 +145,13 @@ class Bench:
         return replace(self._costs, whole=whole)
 
     def real(
-        self, case: Case, slots: Sequence[Slot]
-    ) -> tuple[list[RequestRecord], list[StepSample]]:
+        self, case: Case, workload: Workload
+    ) -> tuple[Sequence[RequestRecord], list[StepSample]]:
+        """Serves a workload. The steps are empty if they are not known."""
+        slots = list(workload.slots())
         return run_for_real(self._model, slots, case.concurrency, case.scheduler, self._clock)
 
-    def simulated(
-        self, case: Case, slots: Sequence[Slot], costs: StageCosts, concurrency: int | None
-    ) -> Summary:
+    def cell(self, case: Case, costs: StageCosts) -> SimulatedCell:
         assert costs.whole is not None, "these costs were calibrated"
         limits = CellLimits(
             scheduler=case.scheduler,
@@ -161,19 +161,28 @@ class Bench:
             has_prefix_cache=False,
             scatter=costs.whole.scatter,
         )
-        cell = make_cell(
+        return make_cell(
             Layout.parse("colocated", 1), costs, Ranks(num_attention=1, num_experts=1), limits
         )
-        times = World([cell]).run(jobs_of(slots, 0), concurrency)
+
+    def simulated(self, case: Case, workload: Workload, costs: StageCosts) -> Summary:
+        jobs = jobs_of(list(workload.slots()), 0)
+        times = World([self.cell(case, costs)]).run(jobs, workload.concurrency)
         return summarize(sorted(map(record_of, times), key=lambda record: record.index))
 
-    def sized(self, case: Case, costs: StageCosts, seconds: float) -> list[Slot]:
-        """Returns as many requests as take about `seconds`."""
-        full = replace(case, concurrency=case.concurrency or _FULL, share=None)
-        rate = self.simulated(full, full.slots(100), costs, full.concurrency).requests_per_s
+    def sized(self, case: Case, costs: StageCosts, seconds: float) -> Workload:
+        """Returns a workload that takes about `seconds`."""
         if case.share is None:
-            return case.slots(max(8, 2 * (case.concurrency or 1), round(rate * seconds)))
-        return case.slots(max(20, round(case.share * rate * seconds)), case.share * rate)
+            rate = self.simulated(case, case.workload(100), costs).requests_per_s
+            return case.workload(max(8, 2 * (case.concurrency or 1), round(rate * seconds)))
+        rate = case.share * self.capacity(case, costs)
+        return case.workload(max(20, round(rate * seconds)), rate)
+
+    def capacity(self, case: Case, costs: StageCosts) -> float:
+        """Returns the requests per second at which a queue that never ends is worked off."""
+        slots = [replace(slot, at_s=0.0) for slot in case.workload(_QUEUE, 1.0).slots()]
+        times = World([self.cell(case, costs)]).run(jobs_of(slots, 0))
+        return steady_rate([record_of(each) for each in times])
 
 
 def slower(costs: StageCosts, factor: float) -> StageCosts:
@@ -199,21 +208,19 @@ def compare_all(bench: Bench, wanted: Sequence[Case], seconds: float) -> list[Co
         part = [
             (case, bench.sized(case, costs, seconds)) for case in wanted[first : first + _EVERY]
         ]
-        real = [bench.real(case, slots) for case, slots in part]
+        real = [bench.real(case, workload) for case, workload in part]
         after = bench.calibrate(seconds / 4)
         both, drift = bench.costs([*before, *after]), drift_between(costs, bench.costs(after))
-        for (case, slots), (records, steps) in zip(part, real, strict=True):
-            simulated = bench.simulated(case, slots, both, case.concurrency)
-            longer = bench.simulated(case, slots, slower(both, _LONGER), case.concurrency)
+        for (case, workload), (records, steps) in zip(part, real, strict=True):
+            simulated = bench.simulated(case, workload, both)
+            longer = bench.simulated(case, workload, slower(both, _LONGER))
             found.append(
                 Compared(
                     case=case,
                     real=summarize(records),
                     simulated=simulated,
                     drift=drift,
-                    same_steps=sum(both.colocated_time(each.load) for each in steps)
-                    / sum(each.seconds for each in steps)
-                    - 1,
+                    same_steps=_same_steps(both, steps),
                     if_longer=figures(longer)["TPOT P50"] / figures(simulated)["TPOT P50"] - 1,
                 )
             )
@@ -222,12 +229,20 @@ def compare_all(bench: Bench, wanted: Sequence[Case], seconds: float) -> list[Co
     return found
 
 
+def _same_steps(costs: StageCosts, steps: Sequence[StepSample]) -> float | None:
+    seconds = sum(each.seconds for each in steps)
+    if not seconds:
+        return None
+    return sum(costs.colocated_time(each.load) for each in steps) / seconds - 1
+
+
 def show(each: Compared) -> None:
     cells = [
         f"{value:9.1f}{each.errors()[name]:>+6.0%}" for name, value in figures(each.real).items()
     ]
     drift = f"  drift {each.drift:.0%}" if each.drift > _DRIFT else ""
-    causes = f"{each.same_steps:>+12.0%}{each.if_longer:>+6.0%}"
+    same = "" if each.same_steps is None else f"{each.same_steps:+.0%}"
+    causes = f"{same:>12}{each.if_longer:>+6.0%}"
     print(f"{each.case.name:26}{''.join(cells)}{causes}{drift}", flush=True)
 
 
@@ -238,8 +253,8 @@ def conclude(found: Sequence[Compared]) -> None:
         for name in figures(found[0].real) if runs else ():
             errors = [abs(each.errors()[name]) for each in runs]
             print(f"  {name:10} median {statistics.median(errors):6.1%}  worst {max(errors):6.1%}")
-        if runs:
-            errors = [abs(each.same_steps) for each in runs]
+        errors = [abs(each.same_steps) for each in runs if each.same_steps is not None]
+        if errors:
             print(f"  same steps median {statistics.median(errors):6.1%}  worst {max(errors):6.1%}")
         for percentile in ("p50", "p99"):
             missed = [
@@ -265,9 +280,7 @@ def main() -> int:
     model = load_measured_model(arguments.model, "cpu", 1)
     costs = calibrate(request, lambda what, share: None).costs
     clock = time.thread_time if arguments.cpu_time else time.perf_counter
-    names = "".join(f"{name:>15}" for name in ("tokens/s", "TPOT P50", "TPOT P99", "E2E P50",
-                                               "TTFT P50", "TTFT P99"))  # fmt: skip
-    print(f"{'run (measured, error)':26}{names}{'same steps':>12}{'+5%':>6}")
+    head()
     wanted = [each for each in cases() if re.search(arguments.only, each.name)][: arguments.most]
     if not wanted:
         parser.error(
@@ -275,3 +288,10 @@ def main() -> int:
         )
     conclude(compare_all(Bench(model, costs, clock), wanted, arguments.seconds))
     return 0
+
+
+def head() -> None:
+    """Prints the first line of the table."""
+    names = "".join(f"{name:>15}" for name in ("tokens/s", "TPOT P50", "TPOT P99", "E2E P50",
+                                               "TTFT P50", "TTFT P99"))  # fmt: skip
+    print(f"{'run (measured, error)':26}{names}{'same steps':>12}{'+5%':>6}")

@@ -7,6 +7,7 @@ finds it: all requests wait from the beginning, and the middle of the run is tim
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from moe_serve.bench.figures.request_record import RequestRecord
@@ -33,7 +34,7 @@ def find_capacity(run: SimulatedRun) -> float:
         timeline=None,
         slo=None,
     )
-    return _rate(run_simulation(full).records)
+    return steady_rate(run_simulation(full).records)
 
 
 def at_load(run: SimulatedRun, load: float, capacity: float) -> SimulatedRun:
@@ -57,7 +58,8 @@ def _trace_of(workload: Workload) -> Trace:
     return trace
 
 
-def _rate(records: tuple[RequestRecord, ...]) -> float:
+def steady_rate(records: Sequence[RequestRecord]) -> float:
+    """Returns the requests per second that ended in the middle of a run."""
     ends = sorted(record.end_s for record in records)
     first, last = int(_FIRST * len(ends)), int(_LAST * len(ends)) - 1
     return (last - first) / (ends[last] - ends[first])

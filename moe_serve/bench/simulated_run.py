@@ -27,8 +27,8 @@ from moe_serve.simulate.steps_ahead import RequestTimes, SimulatedRequest
 from moe_serve.simulate.world import World
 
 NOT_MODELLED = (
-    "a simulation: HTTP, the tokenizer, drafted tokens, lost ranks and slow moments of a machine "
-    "are not modelled, and the queue has no limit."
+    "a simulation: {}the tokenizer, drafted tokens, lost ranks and slow moments of a machine are "
+    "not modelled, and the queue has no limit."
 )
 NO_REQUESTS = "the workload has no requests: give --requests, or a longer --duration."
 
@@ -145,7 +145,7 @@ def _report(run: SimulatedRun, records: list[RequestRecord], served: _Served) ->
             "e2e": quantiles_ms(samples.e2e_R),
         },
         server=_server(served.stats, served.num_repeated),
-        notes=[NOT_MODELLED],
+        notes=[NOT_MODELLED.format("" if run.model.http is not None else "HTTP, ")],
         records=tuple(records),
         service=None
         if tiers is None

@@ -50,6 +50,13 @@ class CalibrateOptions:
         help='Layouts whose ranks are started and measured on this machine, such as "1A2E, 2A2E '
         'tp2". `simulate` and `plan` predict these with the measured steps.',
     )
+    http: bool | None = option(
+        None,
+        "--http/--no-http",
+        show_default="measured, unless --quick, a GPU, or memory for less than four models",
+        help="Start a server of the model, and measure what HTTP adds to a request and a step. "
+        "`simulate` and `plan` then predict servers, not only engines.",
+    )
 
 
 @with_options(CalibrateOptions)
@@ -63,6 +70,7 @@ def calibrate(options: CalibrateOptions) -> None:
     out = options.out.expanduser()
     check_output(out)
 
+    from moe_serve.bench.http_costs import can_measure_http, with_http
     from moe_serve.config.sections import ModelConfig
     from moe_serve.engine.opened_model import model_folder
     from moe_serve.model.hub.named_model import local_model
@@ -91,6 +99,12 @@ def calibrate(options: CalibrateOptions) -> None:
         done = measure(
             request, lambda what, share: bar.update(task, description=what, completed=share)
         )
+        has_http = options.http
+        if has_http is None:
+            has_http = not options.quick and can_measure_http(done)
+        if has_http:
+            bar.update(task, description="HTTP", completed=0.98)
+            done = with_http(done, request)
     write_calibration(done, out)
     _print(done, out)
 
@@ -118,6 +132,7 @@ def _print(calibration: Calibration, out: Path) -> None:
 
 def _formulas(calibration: Calibration) -> list[tuple[str, str]]:
     """Returns the names of the fits and the formulas found, in microseconds."""
+    from moe_serve.bench.http_costs import HTTP_STEPS
     from moe_serve.pipeline.costs.whole_step import FEW_ROWS
 
     costs, found = calibration.costs, []
@@ -152,6 +167,14 @@ def _formulas(calibration: Calibration) -> list[tuple[str, str]]:
         text = f"{us(a.alpha_s)} + {us(a.row_s)}/row + {us(a.kv_token_s)}/key read + "
         name = f"T_a attention, {each.num_shards} processes"
         found.append((name, f"{text}{us(a.pair_s)}/pair"))
+    if (http := calibration.http) is not None:
+        step, asked = http.step, http.request
+        text = (
+            f"a step loses {us(step.alpha_s)} + {us(step.beta_s)}/sequence, and {us(http.begin_s)} "
+            f"for a request that begins; {us(asked.alpha_s)} + {us(asked.beta_s)}/prompt token "
+            f"there and back, {us(http.chunk_s)} between chunks"
+        )
+        found.append((HTTP_STEPS, text))
     for name, line, unit in (
         *_link_lines("", costs.link),
         *_link_lines(", gloo", calibration.network),

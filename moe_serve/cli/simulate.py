@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from moe_serve.cli.deadline_options import DeadlineOptions
 from moe_serve.cli.options import option_values, with_options
-from moe_serve.cli.simulate_options import DeadlineOptions, SimulateOptions
+from moe_serve.cli.simulate_options import SimulateOptions
 from moe_serve.config.keys import parse_size
 from moe_serve.errors import BenchError, ConfigError
 

@@ -52,11 +52,19 @@ def costs_of(cluster: SimulatedCluster) -> ClusterCosts:
                 "out --model, --device and --routing."
             )
         measured = read_calibration(cluster.calibration)
+        if cluster.http and measured.http is None:
+            raise ConfigError(
+                f"the calibration {cluster.calibration} has no costs of HTTP: measure them with "
+                "moe-serve calibrate --http, or leave --http out."
+            )
+        has_http = cluster.http is not False
         return ClusterCosts(
-            of_layout=lambda layout: calibrated(measured, layout),
+            of_layout=lambda layout: calibrated(measured, layout, has_http=has_http),
             page_speed=lambda _: PageSpeed.calibrated(measured),
             is_calibrated=True,
         )
+    if cluster.http:
+        raise ConfigError("--http belongs to --calibration FILE: no other costs have HTTP.")
     if cluster.model is None or cluster.device is None:
         raise ConfigError("give --model and --device, or --calibration.")
     shape = read_model_shape(find_model(cluster.model), cluster.precision.value)

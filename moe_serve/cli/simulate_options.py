@@ -13,10 +13,11 @@ from moe_serve.cli.bench.load_options import (
     ReportOptions,
     TierOptions,
 )
+from moe_serve.cli.deadline_options import DeadlineOptions
 from moe_serve.cli.options import option
 
 CLUSTER, LIMITS = "Cluster", "Limits of each engine"
-DEADLINES, CELLS = "Service tiers", "Cells"
+CELLS = "Cells"
 
 
 class PrecisionChoice(str, Enum):
@@ -28,30 +29,6 @@ class PrecisionChoice(str, Enum):
 class PolicyChoice(str, Enum):
     FIFO = "fifo"
     BALANCED = "balanced"
-
-
-class OrderChoice(str, Enum):
-    AUTO = "auto"
-    FIFO = "fifo"
-    PRIORITY = "priority"
-    EDF = "edf"
-    ATC = "atc"
-
-
-class LateChoice(str, Enum):
-    KEEP = "keep"
-    DEMOTE = "demote"
-
-
-class PreemptChoice(str, Enum):
-    MEMORY = "memory"
-    DEADLINE = "deadline"
-
-
-class BudgetChoice(str, Enum):
-    AUTO = "auto"
-    FIXED = "fixed"
-    SLACK = "slack"
 
 
 class HandOverChoice(str, Enum):
@@ -122,6 +99,13 @@ class SimulatedCluster:
             "Let the times of steps vary as they did in the calibration. Applies to layouts with "
             "one device per cell and to those that `calibrate --layouts` measured."
         ),
+        rich_help_panel=CLUSTER,
+    )
+    http: bool | None = option(
+        None,
+        "--http/--no-http",
+        show_default="simulated if the calibration has its costs",
+        help="Simulate streams from a server; --no-http simulates the engine alone.",
         rich_help_panel=CLUSTER,
     )
     memory_bytes: str | None = option(
@@ -285,65 +269,6 @@ class EngineOptions:
         show_default="chosen in each step",
         help="Number of micro-batches into which a step on several ranks is split.",
         rich_help_panel=LIMITS,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeadlineOptions:
-    """Options about service tiers, named as the server's settings."""
-
-    order: OrderChoice = option(
-        OrderChoice.AUTO,
-        help=(
-            "Order in which waiting requests start: fifo (order of arrival), priority, edf "
-            "(earliest deadline first), atc (earliest deadline weighed against the remaining "
-            "work) or auto (atc with tiers, else priority)."
-        ),
-        rich_help_panel=DEADLINES,
-    )
-    patience: float = option(
-        2.0,
-        min=0.01,
-        max=3600.0,
-        help="With --order atc: seconds before its deadline at which a request becomes urgent.",
-        rich_help_panel=DEADLINES,
-    )
-    max_wait: float = option(
-        90.0,
-        min=0.1,
-        max=604800.0,
-        help="With --order edf or atc: seconds of waiting after which a request goes first.",
-        rich_help_panel=DEADLINES,
-    )
-    late: LateChoice = option(
-        LateChoice.KEEP,
-        help=(
-            "With --order edf or atc: treatment of requests that can no longer meet their target: "
-            "keep (they keep their place in the order) or demote (they go last)."
-        ),
-        rich_help_panel=DEADLINES,
-    )
-    preempt: PreemptChoice = option(
-        PreemptChoice.MEMORY,
-        help=(
-            "When running requests are interrupted: memory (only when KV pages run out) or "
-            "deadline (also for an urgent request when all seats are taken)."
-        ),
-        rich_help_panel=DEADLINES,
-    )
-    step_budget: BudgetChoice = option(
-        BudgetChoice.AUTO,
-        help=(
-            "Number of prompt tokens in a step: fixed (up to --max-batched-tokens), slack (as "
-            "many as the tpot_s of the running requests allow) or auto (slack if a tier has "
-            "tpot_s, else fixed)."
-        ),
-        rich_help_panel=DEADLINES,
-    )
-    strict: bool = option(
-        False,
-        help="Make all requests strict: the server refuses those whose targets it cannot meet.",
-        rich_help_panel=DEADLINES,
     )
 
 

@@ -21,12 +21,21 @@ _STYLE = """
 .kept { fill: var(--a); } .missed { fill: var(--b); }
 .best { fill: var(--good); stroke: var(--page); stroke-width: 1.5; }
 .legend { color: var(--soft); margin: 4px 0 0; }
+.legend span { white-space: nowrap; margin-right: 12px; }
 .legend i { display: inline-block; width: 10px; height: 10px; border-radius: 5px;
-  margin: 0 4px 0 12px; }
+  margin-right: 4px; }
+.legend i.dashed { width: 18px; height: 0; border-radius: 0; border-top: 2px dashed var(--b);
+  vertical-align: middle; }
+.figures th, .figures td { padding-left: 8px; padding-right: 8px; }
 .figures td:first-child, .figures tr:first-child th:first-child { text-align: left;
   padding-left: 0; }
-.figures .left { text-align: left; white-space: normal; min-width: 300px; }
+.figures .left { text-align: left; white-space: normal; min-width: 220px; }
 """
+_KINDS = (
+    ("best", "good", "recommended"),
+    ("kept", "a", "within the limits"),
+    ("missed", "b", "misses the limits"),
+)
 
 
 def write_plan_page(path: Path, plan: FleetPlan, verdict: FleetVerdict, model: str) -> None:
@@ -82,14 +91,23 @@ def _frontier(plan: FleetPlan) -> str:
     x, y = _axis("price of an hour", marks, 0), _axis("TPOT P99, milliseconds", marks, 1)
     if limit_s is not None and y.low <= 1e3 * limit_s <= y.high:
         lines.append(PlotLine(name="b", xs=(x.low, x.high), ys=(1e3 * limit_s, 1e3 * limit_s)))
-    legend = (
-        '<p class="legend"><i style="background:var(--good)"></i>recommended'
-        '<i style="background:var(--a)"></i>within the limits'
-        '<i style="background:var(--b)"></i>misses them; dashed: the limit of TPOT</p>'
-    )
     picture = plot("Simulated fleets: price against TPOT", x, y, lines, marks)
     caption = "<figcaption>Cost against latency, simulated</figcaption>"
-    return f"<figure>{caption}{picture}{legend}</figure>"
+    return f"<figure>{caption}{picture}{_legend(marks, plan, has_limit=len(lines) > 1)}</figure>"
+
+
+def _legend(marks: Sequence[PlotMark], plan: FleetPlan, *, has_limit: bool) -> str:
+    """Explains what the picture of the simulated fleets has, and nothing else."""
+    names = {mark.name for mark in marks}
+    parts = [
+        f'<span><i style="background:var(--{colour})"></i>{text}</span>'
+        for name, colour, text in _KINDS
+        if name in names
+    ]
+    if has_limit:
+        text = f"limit of TPOT, for {plan.demand.attainment:.0%} of the requests"
+        parts.append(f'<span><i class="dashed"></i>{text}</span>')
+    return f'<p class="legend">{"".join(parts)}</p>'
 
 
 def _searched(plan: FleetPlan) -> str:
@@ -144,4 +162,10 @@ def _table(plan: FleetPlan) -> str:
         data = "".join(f"<td>{escape(cell)}</td>" for cell in figures)
         kind = "better" if each is plan.best else ""
         rows.append(f'<tr class="{kind}"><td class="left">{escape(name)}</td>{data}</tr>')
-    return f'<div class="wide"><table class="figures"><tr>{heads}</tr>{"".join(rows)}</table></div>'
+    note = (
+        "TTFT and TPOT in milliseconds; an hour and per M (million tokens) in the unit of --fleet"
+    )
+    return (
+        f'<div class="wide"><table class="figures"><tr>{heads}</tr>{"".join(rows)}</table></div>'
+        f'<p class="legend">{note}</p>'
+    )

@@ -92,6 +92,8 @@ def calibrated_offer(
         size=alone.size,
         calibrated_shards=calibration.costs.shard_counts,
         held_out=None,
-        costed=cache(lambda layout: calibrated(calibration, layout, shares_machine=False)),
+        costed=cache(
+            lambda layout: calibrated(calibration, layout, shares_machine=False, has_http=True)
+        ),
         page_speed=lambda _: PageSpeed.calibrated(calibration),
     )

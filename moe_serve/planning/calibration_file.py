@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 
 from moe_serve.errors import ConfigError, shortened
-from moe_serve.pipeline.costs.cost_model import LinkCosts, StageCosts
+from moe_serve.pipeline.costs.cost_model import Line, LinkCosts, StageCosts
 from moe_serve.regular_file import regular_file
 
-SCHEMA = 2
+SCHEMA = 3
 _MAX_BYTES = 2**20
 
 
@@ -56,10 +56,26 @@ class FitReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HttpCosts:
+    """What HTTP adds to the engine of a server, for streams to a client on the same machine.
+
+    `request`: seconds from sending a request of so many prompt tokens until the engine has it, with
+    those that its first token needs to come back; `begin_s`: what the engine loses for a request
+    that begins; `chunk_s`: between two streams' chunks of the same step; `step`: what the engine
+    loses in a step, by its sequences.
+    """
+
+    request: Line
+    begin_s: float
+    chunk_s: float
+    step: Line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """The measurements of `moe-serve calibrate`. `network` is the link between ranks of different
     hosts, as far as one machine can measure it: gloo over loopback. `costs` has the link within one
-    host."""
+    host, and steps without HTTP; `http` is None if that was not measured."""
 
     schema: int
     model: CalibratedModel
@@ -68,6 +84,7 @@ class Calibration:
     network: LinkCosts
     fits: tuple[FitReport, ...]
     seconds: float  # duration of the measurements
+    http: HttpCosts | None = None
 
 
 def write_calibration(calibration: Calibration, path: Path) -> None:
@@ -121,6 +138,10 @@ def _check(calibration: Calibration, path: Path) -> None:
         if (e := layer.experts) is not None:
             seconds += [e.alpha_s, e.choice_s, e.expert_s]
     seconds += [each.machine_share for each in costs.layouts]
+    if (http := calibration.http) is not None:
+        lines = (http.request, http.step)
+        seconds += [number for line in lines for number in (line.alpha_s, line.beta_s)]
+        seconds += [http.begin_s, http.chunk_s]
     for whole in (costs.whole, *(each.whole for each in costs.layouts)):
         if whole is not None:
             seconds += [whole.alpha_s, whole.row_s, whole.kv_token_s, whole.pair_s]

@@ -41,6 +41,7 @@ class InstantExecutor:
         self._clock, self._costs, self._scatter = clock, costs, Scatter(scatter)
         self._ahead: deque[float] = deque()  # ratios of steps that were foreseen
         self._ends: Items[float] = ()  # of the steps that the next call is to run at once
+        self._delay_s = 0.0  # of the next step
 
     def ends_of(self, num_tokens: int, num_sequences: int, num_steps: int) -> list[float]:
         """Predicts when the next steps end, if each gives one token to the same sequences, whose
@@ -66,6 +67,10 @@ class InstantExecutor:
         """Lets the next call of `run` run as many steps at once, which end at these times."""
         self._ends = ends
 
+    def delay(self, seconds: float) -> None:
+        """Lets the next step take so much longer."""
+        self._delay_s += seconds
+
     @property
     def has_page_work(self) -> bool:
         return False  # there are no pages
@@ -88,7 +93,8 @@ class InstantExecutor:
         else:
             ratio = self._ahead.popleft() if self._ahead else self._scatter.draw()
             seconds = self._costs.colocated_time(BatchLoad.of(plan.slices)) * ratio
-            self._clock.advance_to(self._clock.now + seconds)
+            self._clock.advance_to(self._clock.now + seconds + self._delay_s)
+            self._delay_s = 0.0
         pairs = ((s.sequence_id, s.num_logits) for s in plan.slices)
         return StepOutcome(sampled=answers(pairs, max(1, len(ends))))
 

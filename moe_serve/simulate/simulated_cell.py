@@ -18,6 +18,7 @@ from moe_serve.engine.service.service_state import ServiceState
 from moe_serve.errors import ConfigError
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES, MicroBatchChooser
 from moe_serve.pipeline.costs.step_costs import Ranks, StepCosts
+from moe_serve.simulate.front_end import FrontEnd
 from moe_serve.simulate.instant_executor import InstantExecutor, Scatter
 from moe_serve.simulate.instant_ranks import InstantCoordinator, StepPlace, WholeSeconds
 from moe_serve.simulate.layout import Layout
@@ -57,12 +58,14 @@ class CellLimits:
 @dataclass(frozen=True, slots=True)
 class SimulatedCell:
     """One engine and its clock. Engines of different cells step independently. `executor`: that of
-    an engine of one device, whose decode steps can be run several at once."""
+    an engine of one device, whose decode steps can be run several at once; `front`: the HTTP side
+    of its server; None: clients use the engine."""
 
     engine: DrivenEngine
     clock: VirtualClock
     page_size: int
     executor: InstantExecutor | None = None
+    front: FrontEnd | None = None
 
 
 def make_cell(

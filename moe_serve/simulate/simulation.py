@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -12,11 +12,12 @@ from moe_serve.config.sections import SchedulerConfig
 from moe_serve.errors import ConfigError
 from moe_serve.pipeline.costs.cost_model import StageCosts
 from moe_serve.pipeline.costs.step_costs import Ranks, StepCosts
-from moe_serve.planning.calibration_file import Calibration
+from moe_serve.planning.calibration_file import Calibration, HttpCosts
 from moe_serve.simulate.costs.device import DeviceType
 from moe_serve.simulate.costs.model_shape import ModelShape
 from moe_serve.simulate.costs.roofline import RooflineCosts
 from moe_serve.simulate.costs.routing_law import EvenRouting, RecordedRouting
+from moe_serve.simulate.front_end import FrontEnd
 from moe_serve.simulate.instant_ranks import WholeSeconds
 from moe_serve.simulate.layout import Layout, ModelSize
 from moe_serve.simulate.simulated_cell import CellLimits, SimulatedCell, is_one_engine, make_cell
@@ -45,7 +46,8 @@ class CellSettings:
 class CostedModel:
     """A model with the costs of its steps in one cell of a layout. `scatter`: quantiles of measured
     over predicted times; empty: not known. `whole`: whole steps of the layout's ranks, if they were
-    measured; then `machine_share` says how much of the machine a cell of them takes."""
+    measured; then `machine_share` says how much of the machine a cell of them takes. `http`: None:
+    clients use the engine itself."""
 
     size: ModelSize
     costs: StepCosts
@@ -55,6 +57,7 @@ class CostedModel:
     scatter: tuple[float, ...] = ()
     whole: WholeSeconds | None = None
     machine_share: float | None = None
+    http: HttpCosts | None = None
 
 
 def on_device(
@@ -90,13 +93,18 @@ def on_device(
 
 
 def calibrated(
-    calibration: Calibration, layout: Layout, *, shares_machine: bool = True
+    calibration: Calibration,
+    layout: Layout,
+    *,
+    shares_machine: bool = True,
+    has_http: bool = False,
 ) -> CostedModel:
     """Costs a model by a calibration of this machine. Raises ConfigError if it is of another
     machine or version, or if the layout needs what it has not measured.
 
     `shares_machine`: the ranks of a cell run on one machine such as this, and if their steps were
-    measured together, these count; else every rank has a device of its own.
+    measured together, these count; else every rank has a device of its own. `has_http`: clients
+    stream from a server, if HTTP was measured.
     """
     here = f"{platform.system()} {platform.machine()}"
     machine, model = calibration.machine, calibration.model
@@ -106,6 +114,9 @@ def calibrated(
             f"moe-serve {__version__} on {here}: run moe-serve calibrate here."
         )
     is_one, costs = is_one_engine(layout), calibration.costs
+    http = calibration.http if has_http else None
+    if http is not None:
+        costs = costs.with_step_loss(http.step)
     step = None
     if shares_machine:
         step = costs.layout_step(layout.num_attention, layout.num_experts, layout.num_shards)
@@ -129,6 +140,7 @@ def calibrated(
         scatter=() if whole is None or not (is_one or step) else whole.scatter,
         whole=None if step is None else partial(costs.layout_seconds, step),
         machine_share=None if step is None else step.machine_share,
+        http=http,
     )
 
 
@@ -152,10 +164,13 @@ def _check_covered(costs: StageCosts, layout: Layout) -> None:
 def make_cells(model: CostedModel, settings: CellSettings) -> list[SimulatedCell]:
     """Builds the cells of a layout. Raises ConfigError if the model does not fit its memory."""
     limits = limits_of(model, settings)
-    return [
+    cells = [
         make_cell(settings.layout, model.costs, model.ranks, limits, model.whole)
         for _ in range(settings.layout.num_cells)
     ]
+    if model.http is None:
+        return cells
+    return [replace(cell, front=FrontEnd(model.http)) for cell in cells]
 
 
 def limits_of(model: CostedModel, settings: CellSettings) -> CellLimits:

@@ -16,6 +16,7 @@ import heapq
 import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from moe_serve.engine.service.admission import Admission
 from moe_serve.simulate.balancer import Balancer, FewestRequests
@@ -31,7 +32,16 @@ from moe_serve.simulate.steps_ahead import (
     request_of,
 )
 
-_ARRIVAL, _END, _START = 0, 1, 2  # the order of events at one moment
+_ARRIVAL, _ENTRY, _END, _START = 0, 1, 2, 3  # the order of events at one moment
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A request that its server's HTTP side has accepted."""
+
+    job: SimulatedRequest
+    prompt: tuple[int, ...]
+    times: RequestTimes
 
 
 class World:
@@ -82,6 +92,9 @@ class World:
             if kind == _ARRIVAL:
                 assert isinstance(what, SimulatedRequest), "an arrival has a job"
                 self._due(at_s, what)
+            elif kind == _ENTRY:
+                assert isinstance(what, _Entry), "an entry has a request"
+                self._enter(at_s, what)
             elif kind == _START:
                 self._start(at_s, cell)
             elif isinstance(what, StepsAhead):
@@ -109,7 +122,6 @@ class World:
     def _arrive(self, at_s: float, job: SimulatedRequest) -> None:
         prompt = tuple(job.make_prompt())
         index = self._balancer.cell_of(len(prompt), self._num_in_cell)
-        self._cut_ahead(at_s, index)
         times = RequestTimes(
             index=job.index,
             cell=index,
@@ -119,14 +131,28 @@ class World:
             service=job.service,
             session=job.session,
         )
+        self._num_in_cell[index] += 1
+        entry, front = _Entry(job, prompt, times), self._cells[index].front
+        if front is None:
+            self._enter(at_s, entry)
+        else:
+            self._push(front.enter(at_s, len(prompt)), _ENTRY, index, entry)
+
+    def _enter(self, at_s: float, entry: _Entry) -> None:
+        """Gives a request to the engine of its cell."""
+        job, times = entry.job, entry.times
+        index, cell = times.cell, self._cells[times.cell]
+        self._cut_ahead(at_s, index)
         if self._is_refused(job, times):
             self._done.append(times)
+            self._num_in_cell[index] -= 1
             self._ended(at_s, job.session)
             return
-        request = request_of(job, prompt, at_s)
+        request = request_of(job, entry.prompt, at_s)
         request_id = request.request_id
-        self._cells[index].engine.add(request)
-        self._num_in_cell[index] += 1
+        cell.engine.add(request)
+        if cell.front is not None and cell.executor is not None:
+            cell.executor.delay(cell.front.begin_s)
         self._is_steady[index] = False
         self._running[index][request_id] = times
         self._num_running += 1
@@ -193,13 +219,16 @@ class World:
 
     def _end(self, index: int, done: StepsDone) -> None:
         """Notes the tokens of steps, the last of which ends now."""
-        at_s, running = done.ends[-1], self._running[index]
+        at_s, running, front = done.ends[-1], self._running[index], self._cells[index].front
         if self._timeline is not None:
             self._timeline.append_steps(index, done, len(running))
         self._is_steady[index] = len(done.deltas) == len(running)
-        for delta in done.deltas:
+        for place, delta in enumerate(done.deltas):
             times = running[delta.request_id]
-            times.token_times.extend(done.ends[: len(delta.token_ids)])
+            ends: Sequence[float] = done.ends[: len(delta.token_ids)]
+            if front is not None:
+                ends = front.leave(ends, place, times.end_s)
+            times.token_times.extend(ends)
             times.num_cached = delta.num_cached_tokens
             if delta.finish_reason is not None:
                 times.error = delta.error
@@ -207,7 +236,7 @@ class World:
                 self._done.append(times)
                 self._num_in_cell[index] -= 1
                 self._num_running -= 1
-                self._ended(at_s, times.session)
+                self._ended(max(at_s, times.end_s), times.session)
         self._is_busy[index] = self._cells[index].engine.has_work
         if self._is_busy[index]:
             self._push(at_s, _START, index)

@@ -138,6 +138,7 @@ def test_the_flags_are_frozen() -> None:
     assert flags_of("timeline") == ["--layers", "--out", "--step", "--steps", "file"]
     assert flags_of("calibrate") == [
         "--device",
+        "--http",
         "--layouts",
         "--num-threads",
         "--out",
@@ -189,6 +190,7 @@ def test_the_flags_are_frozen() -> None:
         "--devices",
         "--duration",
         "--hand-over",
+        "--http",
         "--json",
         "--late",
         "--layout",

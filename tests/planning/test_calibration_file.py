@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 
 from moe_serve.errors import ConfigError
 from moe_serve.planning.calibration_file import read_calibration, write_calibration
-from tests.support.cluster.calibrations import cpu_calibration
+from tests.support.cluster.calibrations import HTTP, cpu_calibration
 
 
 def test_there_and_back(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
-    write_calibration(cpu_calibration(), path)
-    assert read_calibration(path) == cpu_calibration()
+    for calibration in (cpu_calibration(), replace(cpu_calibration(), http=HTTP)):
+        write_calibration(calibration, path)
+        assert read_calibration(path) == calibration
 
 
 def _set(*path: str | int, value: object) -> Callable[[Any], None]:
@@ -32,10 +34,16 @@ def _set(*path: str | int, value: object) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_set("schema", value=1), "has calibration schema 1, but this version reads 2"),
+        (
+            _set("schema", value=2),
+            "has calibration schema 2, but this version reads 3: run moe-serve calibrate again",
+        ),
         (_set("schema", value=None), "has calibration schema None"),
         (_set("costs", "link", "transfer", "alpha_s", value="fast"), r"Expected `float`.*alpha_s"),
         (_set("costs", "link", "transfer", "alpha_s", value=-1.0), "negative times"),
+        (_set("http", "begin_s", value=-1.0), "negative times"),
+        (_set("http", "step", "beta_s", value=-1.0), "negative times"),
+        (_set("http", value={}), "missing required field `request`"),
         (_set("costs", "experts", "num_effective", value=500.0), "contradict each other"),
         (_set("model", "num_layers", value=5), "contradict each other"),
         (_set("costs", "layers", value=[]), "contradict each other"),
@@ -45,7 +53,7 @@ def test_what_is_wrong_is_named(
     tmp_path: Path, change: Callable[[Any], None], message: str
 ) -> None:
     path = tmp_path / "calibration.json"
-    write_calibration(cpu_calibration(), path)
+    write_calibration(replace(cpu_calibration(), http=HTTP), path)
     document = json.loads(path.read_text("utf-8"))
     change(document)
     path.write_text(json.dumps(document), "utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from unittest.mock import patch
 
@@ -18,12 +18,13 @@ from moe_serve.engine.execute.step_outcome import StepOutcome
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.costs.step_costs import Ranks
+from moe_serve.simulate.front_end import FrontEnd
 from moe_serve.simulate.instant_executor import InstantExecutor
 from moe_serve.simulate.layout import Layout
 from moe_serve.simulate.simulated_cell import CellLimits, make_cell
 from moe_serve.simulate.steps_ahead import RequestTimes, SimulatedRequest, num_alike
 from moe_serve.simulate.world import World
-from tests.support.cluster.calibrations import cpu_calibration
+from tests.support.cluster.calibrations import HTTP, cpu_calibration
 
 COSTS = cpu_calibration().costs
 LONGEST = 120
@@ -42,6 +43,7 @@ class Load:
     concurrency: int | None
     scatter: tuple[float, ...]
     order: OrderName = "auto"
+    has_http: bool = False
 
     def jobs(self) -> list[SimulatedRequest]:
         at_s, made = 0.0, []
@@ -74,6 +76,7 @@ LOADS = st.builds(
     concurrency=st.sampled_from([None, 1, 3, 8]),
     scatter=st.sampled_from([(), (0.5, 1.0, 2.5)]),
     order=st.sampled_from(["auto", "priority", "fifo", "edf", "atc"]),
+    has_http=st.booleans(),
 )  # fmt: skip
 Step = tuple[float, tuple[tuple[int, int, int, int], ...]]  # its end, (id, start, count, pages)
 
@@ -93,7 +96,12 @@ def served(load: Load, *, jumps: bool) -> tuple[list[RequestTimes], list[list[St
         scatter=load.scatter,
     )
     layout, ranks = Layout.parse("colocated", 1), Ranks(num_attention=1, num_experts=1)
-    cells = [make_cell(layout, COSTS, ranks, limits) for _ in range(load.num_cells)]
+    cells = [
+        replace(
+            make_cell(layout, COSTS, ranks, limits), front=FrontEnd(HTTP) if load.has_http else None
+        )
+        for _ in range(load.num_cells)
+    ]
     steps: dict[int, list[Step]] = {id(cell.executor): [] for cell in cells}
     run = InstantExecutor.run
 

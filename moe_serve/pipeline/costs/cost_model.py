@@ -174,6 +174,23 @@ class StageCosts:
         cost = next(each.attention for each in self.sharded if each.num_shards == num_shards)
         return replace(self, layers=tuple(replace(x, attention=cost) for x in self.layers))
 
+    def with_step_loss(self, loss: Line) -> StageCosts:
+        """Returns the costs of steps that take so much longer, by their sequences."""
+
+        def longer(whole: WholeStep) -> WholeStep:
+            return replace(
+                whole,
+                alpha_s=whole.alpha_s + loss.alpha_s,
+                sequence_s=whole.sequence_s + loss.beta_s,
+            )
+
+        return replace(
+            self,
+            fixed=Line(self.fixed.alpha_s + loss.alpha_s, self.fixed.beta_s + loss.beta_s),
+            whole=None if self.whole is None else longer(self.whole),
+            layouts=tuple(replace(each, whole=longer(each.whole)) for each in self.layouts),
+        )
+
     def layout_step(
         self, attention_ranks: int, expert_ranks: int, attention_tp: int
     ) -> LayoutStep | None:

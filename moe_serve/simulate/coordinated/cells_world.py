@@ -24,6 +24,7 @@ from moe_serve.engine.request.sequence import Sequence as EngineSequence
 from moe_serve.engine.service.admission import Admission
 from moe_serve.simulate.coordinated.coordinated_cell import CoordinatedCell
 from moe_serve.simulate.coordinated.instant_carrier import InstantCarrier
+from moe_serve.simulate.front_end import FrontEnd
 from moe_serve.simulate.sessions import Sessions
 from moe_serve.simulate.simulated_timeline import SimulatedTimeline
 from moe_serve.simulate.steps_ahead import RequestTimes, SimulatedRequest, StepsDone, request_of
@@ -67,10 +68,19 @@ class CellChange:
 
 @dataclass(slots=True)
 class _Live:
-    """A request in progress, and the cell that computed its last token."""
+    """A request in progress, and the cell that computed its last token, at `last_s`."""
 
     times: RequestTimes
     cell: int | None = None
+    last_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A request that the server's HTTP side has accepted."""
+
+    prompt: tuple[int, ...]
+    times: RequestTimes
 
 
 class CellsWorld:
@@ -87,15 +97,18 @@ class CellsWorld:
         admission: Admission | None = None,
         watcher: Watcher | None = None,
         timeline: SimulatedTimeline | None = None,
+        front: FrontEnd | None = None,
     ) -> None:
         """`ids`: the sequence numbers of the cells. `admission`: for the service tiers of all
-        cells. `watcher`: may start and drain cells."""
+        cells. `watcher`: may start and drain cells. `front`: the server's HTTP side; None: clients
+        use the engines."""
         self.peak_in_flight = 0
         self.moved: list[CellChange] = []
         self._cells, self._moves, self._carrier = cells, moves, carrier
         self._clock, self._ids = clock, ids
         self._admission, self._watcher, self._timeline = admission, watcher, timeline
-        self._arrivals: list[tuple[float, int, SimulatedRequest]] = []
+        self._front = front
+        self._arrivals: list[tuple[float, int, SimulatedRequest, _Entry | None]] = []
         self._order = itertools.count()
         self._live: dict[str, _Live] = {}
         self._begun_s = [0.0] * len(cells)
@@ -129,18 +142,24 @@ class CellsWorld:
 
     def _handle_due(self) -> None:
         now = self._clock.now
-        while self._arrivals and self._arrivals[0][0] <= now:
-            self._due(heapq.heappop(self._arrivals)[2])
+        self._take_arrivals()
         for cell in [cell for cell in self._cells if cell.is_out]:
             end_s = cell.ranks.step_end
             assert end_s is not None, "a step was sent out"
             if end_s <= now:
                 self._end(cell)
-        while self._arrivals and self._arrivals[0][0] <= now:  # of a closed loop, after an end
-            self._due(heapq.heappop(self._arrivals)[2])
+        self._take_arrivals()  # of a closed loop, after an end
         if self._watcher is not None:
             self._watcher.advance_to(now)
         self._carrier.advance_to(now)
+
+    def _take_arrivals(self) -> None:
+        while self._arrivals and self._arrivals[0][0] <= self._clock.now:
+            _, _, job, entry = heapq.heappop(self._arrivals)
+            if entry is None:
+                self._due(job)
+            else:
+                self._enter(job, entry)
 
     def _go_on(self) -> None:
         """Begins steps of cells that have something to do, until none has. Without news, a cell
@@ -177,25 +196,30 @@ class CellsWorld:
         """Notes the tokens of a step that has ended."""
         if self._timeline is not None and done.ends[-1] > done.begin_s:
             self._timeline.append_steps(cell.index, done, cell.engine.num_running)
-        for delta in done.deltas:
+        for place, delta in enumerate(done.deltas):
             live = self._live[delta.request_id]
             if delta.token_ids:
-                self._got(cell, live, delta, done)
+                self._got(cell, live, delta, done, place)
             if delta.finish_reason is not None:
                 live.times.error = delta.error
                 self._finish(live.times)
 
-    def _got(self, cell: CoordinatedCell, live: _Live, delta: TokenDelta, done: StepsDone) -> None:
+    def _got(
+        self, cell: CoordinatedCell, live: _Live, delta: TokenDelta, done: StepsDone, place: int
+    ) -> None:
         times = live.times
         if not times.token_times:
             times.num_cached, times.cell = delta.num_cached_tokens, cell.index
             if self._watcher is not None:
                 self._watcher.first_token_came(times)
         elif live.cell is not None and live.cell != cell.index:
-            exposed_s = done.begin_s - times.token_times[-1]
+            exposed_s = done.begin_s - live.last_s
             self.moved.append(CellChange(delta.request_id, live.cell, cell.index, exposed_s))
-        live.cell = cell.index
-        times.token_times.extend([done.ends[-1]] * len(delta.token_ids))
+        live.cell, live.last_s = cell.index, done.ends[-1]
+        ends = [live.last_s] * len(delta.token_ids)
+        if self._front is not None:
+            ends = self._front.leave(ends, place, times.end_s)
+        times.token_times.extend(ends)
 
     def _finish(self, times: RequestTimes) -> None:
         del self._live[str(times.index)]
@@ -203,7 +227,7 @@ class CellsWorld:
         if self._watcher is not None:
             self._watcher.request_ended(times)
         if self._is_closed:
-            self._send_next(self._clock.now)
+            self._send_next(max(self._clock.now, times.end_s))
         elif times.session and (job := self._sessions.turn_after(times.session)) is not None:
             self._arrive(job)
 
@@ -225,6 +249,16 @@ class CellsWorld:
             service=job.service,
             session=job.session,
         )
+        entry = _Entry(prompt, times)
+        if self._front is None:
+            self._enter(job, entry)
+        else:
+            at_s = self._front.enter(now, len(prompt))
+            heapq.heappush(self._arrivals, (at_s, next(self._order), job, entry))
+
+    def _enter(self, job: SimulatedRequest, entry: _Entry) -> None:
+        """Gives a request to the cells."""
+        times = entry.times
         if is_refused(self._admission, job, times):
             self._refuse(times)
             return
@@ -232,7 +266,8 @@ class CellsWorld:
         self.peak_in_flight = max(self.peak_in_flight, len(self._live))
         if self._watcher is not None:
             self._watcher.request_came()
-        self._moves.add(EngineSequence(next(self._ids), request_of(job, prompt, now)))
+        request = request_of(job, entry.prompt, self._clock.now)
+        self._moves.add(EngineSequence(next(self._ids), request))
 
     def _refuse(self, times: RequestTimes) -> None:
         self._done.append(times)
@@ -244,4 +279,4 @@ class CellsWorld:
         job = next(self._jobs, None)
         if job is not None:
             at_s = now_s if self._is_closed else job.at_s
-            heapq.heappush(self._arrivals, (at_s, next(self._order), job))
+            heapq.heappush(self._arrivals, (at_s, next(self._order), job, None))

@@ -20,6 +20,7 @@ from moe_serve.simulate.coordinated.coordinated_cell import (
 from moe_serve.simulate.coordinated.instant_carrier import InstantCarrier, PageLinks
 from moe_serve.simulate.coordinated.scaled_cells import ScaledCells, ScaleTimes
 from moe_serve.simulate.costs.device import DeviceType
+from moe_serve.simulate.front_end import FrontEnd
 from moe_serve.simulate.simulated_timeline import SimulatedTimeline
 from moe_serve.simulate.step_ends import OwnMachines, SharedMachine, StepEnds
 from moe_serve.simulate.virtual_clock import VirtualClock
@@ -118,8 +119,17 @@ def build_cells(
     if autoscaler is not None:
         scaled = ScaledCells(cells, autoscaler, clock, times or ScaleTimes())
     admission = None if policy is None else policy.admission
+    http = setup.plans[0].model.http
     world = CellsWorld(
-        cells, moves, carrier, clock, ids, admission=admission, watcher=scaled, timeline=timeline
+        cells,
+        moves,
+        carrier,
+        clock,
+        ids,
+        admission=admission,
+        watcher=scaled,
+        timeline=timeline,
+        front=None if http is None else FrontEnd(http),
     )
     return BuiltCells(world, cells, moves, carrier, clock, scaled)
 

@@ -16,10 +16,12 @@ from moe_serve.planning.calibration_file import (
     CalibratedModel,
     Calibration,
     FitReport,
+    HttpCosts,
     MachineFacts,
 )
 
 GIB = 2**30
+HTTP = HttpCosts(request=Line(2e-3, 1e-5), begin_s=5e-4, chunk_s=1e-4, step=Line(2e-4, 3e-5))
 
 
 def gpu_calibration() -> Calibration:
