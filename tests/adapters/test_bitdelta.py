@@ -225,7 +225,7 @@ def test_what_no_adapter_is_made_of(base: Path, tmp_path: Path) -> None:
         make_bitdelta(base, base, tmp_path / "none")
     assert not (tmp_path / "none").exists()
     other = write_checkpoint(tmp_path / "other", CASES["deepseek_v2-lite"])
-    with pytest.raises(CheckpointError, match="is no fine-tune of"):
+    with pytest.raises(CheckpointError, match="is not a fine-tune of"):
         make_bitdelta(base, other, tmp_path / "none")
     (tmp_path / "there").mkdir()
     tuned = write_fine_tune(tmp_path / "tuned", base)

@@ -14,7 +14,7 @@ from moe_serve.cli.quantize.quantize_options import QuantizeOptions
 
 @with_options(QuantizeOptions)
 def quantize(options: QuantizeOptions) -> None:
-    """Quantises a checkpoint's experts, attention and head, layer by layer.
+    """Quantise a checkpoint's experts, attention and head, layer by layer.
 
     Writes a folder in compressed-tensors format that moe-serve, transformers and vLLM load. With
     --texts, the result is compared with the original on held-out texts.

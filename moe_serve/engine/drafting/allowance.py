@@ -1,4 +1,4 @@
-"""Limits the time that drafting may cost in vain to a share of the time of the steps."""
+"""Limits the time that drafting may waste to a share of the time of the steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_SLOWER = 4.0  # a measurement counts as at most this times the average
 
 @dataclass(slots=True)
 class _Account:
-    """Seconds that may be spent. Negative if more was spent than there was."""
+    """A balance of seconds that may be spent. It is negative after spending too much."""
 
     most_steps: float
     left_s: float = 0.0
@@ -35,8 +35,8 @@ class DraftingAllowance:
 
     Each earns a share of the time of every step. A lookup costs its own time, and a refused token
     the time by which its row made the step longer. An accepted token earns what it saved. So drafts
-    that are worth their time are never limited, and those that are never right cost about the two
-    shares at most, whatever the controller believes of them.
+    that are worth their time are never limited, and drafts that are never right cost at most about
+    the two shares, whatever the controller expects of them.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,9 @@ class DraftingAllowance:
 
     @property
     def pause(self) -> int:
-        """The number of steps before an empty account has earned enough to ask for drafts again."""
+        """Returns the number of steps until an empty account has earned enough to ask for drafts
+        again.
+        """
         if self._step_s is None:
             return 0
         rows_s, lookup_s = -self._rows.left_s, _COLD * self._lookup_s - self._lookups.left_s
@@ -65,14 +67,15 @@ class DraftingAllowance:
 
     @property
     def num_lookups(self) -> int | None:
-        """The number of lookups that may be made in a step; None: any."""
+        """Returns the number of lookups that a step may make; None means no limit."""
         if self._step_s is None:
             return None
         return max(0, int(self._lookups.left_s / (_COLD * self._lookup_s)))
 
     def pay_lookups(self, num: int, seconds: float) -> None:
-        """Pays for lookups that took so many seconds. What is far beyond the average was no lookup:
-        the process had to wait for its turn."""
+        """Pays for lookups that took so many seconds. Time far above the average is not charged:
+        the process had to wait for the CPU.
+        """
         seconds = min(seconds, max(1, num) * _MOST_SLOWER * self._lookup_s)
         self._lookups.left_s -= _COLD * seconds
         if num:

@@ -1,4 +1,6 @@
-"""Decides in which steps a sequence asks for drafts, so that hopeless ones cost next to nothing."""
+"""Decides in which steps a sequence asks for drafts, so that hopeless sequences cost next to
+nothing.
+"""
 
 from __future__ import annotations
 

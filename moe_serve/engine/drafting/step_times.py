@@ -31,12 +31,12 @@ class _Average:
 class StepTimes:
     """Averages of measured steps by number of rows.
 
-    What is averaged is the time over that of a typical CPU, whose steps take 0.7 + 0.3 r^0.75 with
-    r rows, in any unit. So steps that have nearly as many rows share an average, and a further row
-    costs something all the same. Between averages it is interpolated, and outside of them the
-    nearest holds. That is optimistic for one sequence, where each new row activates new experts, so
-    that drafts are tried; their first measurement replaces the estimate. Old measurements are
-    dropped, as contexts grow and neighbours change.
+    Each average is of the time divided by that of a typical CPU, whose steps take 0.7 + 0.3 r^0.75
+    with r rows, in any unit. So steps with nearly the same number of rows share an average,
+    although each further row has a cost. Between averages it is interpolated, and outside of them
+    the nearest holds. That is optimistic for one sequence, where each new row activates new
+    experts, so that drafts are tried; their first measurement replaces the estimate. Old
+    measurements are dropped, as contexts grow and neighbours change.
     """
 
     def __init__(self) -> None:
@@ -63,8 +63,9 @@ class StepTimes:
 
     @property
     def seconds(self) -> Callable[[int], float]:
-        """A function from a number of rows to the expected seconds; without any measurement, to
-        relative ones. To be used before the next measurement."""
+        """Returns a function from a number of rows to the expected seconds, or to relative times
+        before any measurement. Use it before the next measurement.
+        """
         return self._known.__getitem__
 
     def _add(self, num_rows: int, ratio: float) -> None:

@@ -29,7 +29,7 @@ from moe_serve.http.schema.service_fields import Label, ServiceTierName, Service
 from moe_serve.http.schema.structured import ResponseFormat, wished_constraint
 from moe_serve.http.schema.tool_fields import ToolChoice, ToolList, allowed_tools, check_tools
 
-# The fields of a chat that other vendors' APIs lack. Clients may send them all the same.
+# Fields of a chat that other vendors' APIs do not have. Clients may send them to these APIs too.
 EXTENSIONS = (
     "cache_salt",
     "chat_template_kwargs",
@@ -55,9 +55,9 @@ EXTENSIONS = (
 
 
 class ChatFields(StrictSchema):
-    """The fields whose types still need a check when a request has been translated.
+    """The fields of a translated request whose types are still unchecked.
 
-    The first wrong field is reported, in the order of the fields here.
+    If several are wrong, the first one in the order of this class is reported.
     """
 
     response_format: ResponseFormat | None = None

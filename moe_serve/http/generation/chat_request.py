@@ -40,10 +40,9 @@ class Truncation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """The part of a request that its prompt is made of, and by which its answer is parsed.
+    """The part of a request that determines its prompt and the parsing of its answer.
 
-    /tokenize and the routes that count tokens need nothing else; an answer also needs
-    `AnswerOptions`.
+    /tokenize and the routes that count tokens need only this; an answer also needs `AnswerOptions`.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -124,5 +123,5 @@ class AnswerOptions:
     may_draft: bool = True  # drafted tokens may be verified for it
     prediction: str | None = None  # the answer that the client expects
     wish: ServiceWish = NO_WISH
-    entitlement: Entitlement = NO_ENTITLEMENT  # what became of the wish
+    entitlement: Entitlement = NO_ENTITLEMENT  # the service that the request gets
     adapter: Adapter | None = None  # None: the base model
