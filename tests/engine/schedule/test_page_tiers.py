@@ -79,6 +79,23 @@ def engine_with(
     )
 
 
+@pytest.mark.parametrize("num_aborted", [1, 2, 3])
+def test_pages_of_an_aborted_prompt_are_not_cleared_after_a_load(num_aborted: int) -> None:
+    store = FakeStore()
+    run_once = engine_with(store, FakeRunner())
+    run_once.add(request("first", PROMPT))
+    assert tokens(run(run_once)["first"]) == continuation(PROMPT, 10)
+    run_once.close()
+    engine = engine_with(store, FakeRunner(), num_pages=20)
+    for index in range(num_aborted):
+        engine.add(request(f"b{index}", [50 + index] * 100))
+        engine.step()
+        engine.abort(f"b{index}")
+    engine.add(request("second", PROMPT))
+    assert tokens(run(engine)["second"]) == continuation(PROMPT, 10)
+    assert store.loads, "the pages came from the store"
+
+
 def filled() -> FakeStore:
     """Returns a store with the pages of PROMPT and its answer."""
     store = FakeStore()
