@@ -110,18 +110,14 @@ class SimulatedCluster:
     routing: Path | None = option(
         None,
         metavar="FILE",
-        help=(
-            "Trace of the routers' choices or file of expert loads. It gives the number of "
-            "experts that a batch activates. Default: all experts are equally popular."
-        ),
+        help="Trace of the routers' choices or file of expert loads. It gives the number of "
+        "experts that a batch activates. Default: all experts are equally popular.",
         rich_help_panel=CLUSTER,
     )
     scatter: bool = option(
         True,
-        help=(
-            "Let the times of steps vary as they did in the calibration. Applies to layouts with "
-            "one device per cell and to those that `calibrate --layouts` measured."
-        ),
+        help="Let the times of steps vary as they did in the calibration. Applies to layouts with "
+        "one device per cell and to those that `calibrate --layouts` measured.",
         rich_help_panel=CLUSTER,
     )
     memory_bytes: str | None = option(
@@ -147,10 +143,7 @@ class CellsOptions:
     )
     hand_over: HandOverChoice = option(
         HandOverChoice.AUTO,
-        help=(
-            "Which prompts go to prefill cells: auto (those for which this is predicted to be "
-            "faster), always or off."
-        ),
+        help="Prompts to prefill cells: auto (if that is predicted to be faster), always or off.",
         rich_help_panel=CELLS,
     )
     page_link: float | None = option(
@@ -170,17 +163,14 @@ class CellsOptions:
     )
     autoscale: AutoscaleChoice | None = option(
         None,
-        help=(
-            "Rule for the number of running cells: static (all cells run), target (follows the "
-            "utilisation), planned (follows a forecast and a plan), oracle (knows the future "
-            "requests) or learnt (Q-learning)."
-        ),
+        help="Number of running cells: static (all), target (follows the utilisation), planned (a "
+        "forecast and a plan), oracle (knows the future requests) or learnt (Q-learning).",
         rich_help_panel=CELLS,
     )
     min_cells: int = option(
         1,
         min=1,
-        help=("Smallest number of cells of each role, with --autoscale."),
+        help="Smallest number of cells of each role, with --autoscale.",
         rich_help_panel=CELLS,
     )
     max_cells: int | None = option(
@@ -209,30 +199,21 @@ class CellsOptions:
         None,
         min=0.01,
         max=1.0,
-        help=(
-            "With --autoscale target: utilisation to aim at, as requests divided by seats "
-            "(--max-num-seqs). Default: the largest one that meets --slo in a simulation of two "
-            "cells, or 0.7 without --slo."
-        ),
+        help="With --autoscale target: requests divided by seats (--max-num-seqs) to aim at. "
+        "Default: the largest that meets --slo with two simulated cells, or 0.7 without --slo.",
         rich_help_panel=CELLS,
     )
     plan_out: Path | None = option(
         None,
         metavar="FILE",
-        help=(
-            "File for the plan that --autoscale planned makes. A server reads it through the key "
-            "cells.scale_plan."
-        ),
+        help="File for the plan of --autoscale planned, which cells.scale_plan of a server reads.",
         rich_help_panel=CELLS,
     )
     train_days: int = option(
         8,
         min=1,
         max=1000,
-        help=(
-            "With --autoscale learnt: number of training days, like the simulated one, before the "
-            "simulated day."
-        ),
+        help="With --autoscale learnt: number of training days before the simulated day.",
         rich_help_panel=CELLS,
     )
 
@@ -271,9 +252,7 @@ class EngineOptions:
         16, min=1, max=4096, help="Number of tokens in a KV page.", rich_help_panel=LIMITS
     )
     prefix_cache: bool = option(
-        True,
-        help=("Share KV pages between prompts that begin with the same tokens."),
-        rich_help_panel=LIMITS,
+        True, help="Share KV pages of equal beginnings of prompts.", rich_help_panel=LIMITS
     )
     batch_policy: PolicyChoice = option(
         PolicyChoice.FIFO, help="Batch policy of the scheduler.", rich_help_panel=LIMITS
@@ -294,11 +273,8 @@ class DeadlineOptions:
 
     order: OrderChoice = option(
         OrderChoice.AUTO,
-        help=(
-            "Order in which waiting requests start: fifo (order of arrival), priority, edf "
-            "(earliest deadline first), atc (earliest deadline weighed against the remaining "
-            "work) or auto (atc with tiers, else priority)."
-        ),
+        help="Order of waiting requests: fifo (arrival), priority, edf (earliest deadline), atc "
+        "(deadlines weighed against remaining work) or auto (atc with tiers, else priority).",
         rich_help_panel=DEADLINES,
     )
     patience: float = option(
@@ -317,27 +293,20 @@ class DeadlineOptions:
     )
     late: LateChoice = option(
         LateChoice.KEEP,
-        help=(
-            "With --order edf or atc: treatment of requests that can no longer meet their target: "
-            "keep (they keep their place in the order) or demote (they go last)."
-        ),
+        help="With --order edf or atc: treatment of requests that can no longer meet their target: "
+        "keep (they keep their place in the order) or demote (they go last).",
         rich_help_panel=DEADLINES,
     )
     preempt: PreemptChoice = option(
         PreemptChoice.MEMORY,
-        help=(
-            "When running requests are interrupted: memory (only when KV pages run out) or "
-            "deadline (also for an urgent request when all seats are taken)."
-        ),
+        help="When running requests are interrupted: memory (only when KV pages run out) or "
+        "deadline (also for an urgent request when all seats are taken).",
         rich_help_panel=DEADLINES,
     )
     step_budget: BudgetChoice = option(
         BudgetChoice.AUTO,
-        help=(
-            "Number of prompt tokens in a step: fixed (up to --max-batched-tokens), slack (as "
-            "many as the tpot_s of the running requests allow) or auto (slack if a tier has "
-            "tpot_s, else fixed)."
-        ),
+        help="Prompt tokens in a step: fixed (up to --max-batched-tokens), slack (as many as tpot_s "
+        "of the running requests allows) or auto (slack if a tier has tpot_s, else fixed).",
         rich_help_panel=DEADLINES,
     )
     strict: bool = option(
@@ -362,21 +331,15 @@ class SimulateOptions:
         "--load",
         min=0.001,
         max=1000.0,
-        help=(
-            "Speed of the trace as a share of the server's capacity, the highest rate at which "
-            "its queue does not grow with --order fifo; 1.2 is more than it can serve. Replaces "
-            "--scale-time."
-        ),
+        help="Speed of the trace as a share of the capacity, the highest rate at which the queue "
+        "does not grow with --order fifo; 1.2 is an overload. Replaces --scale-time.",
         rich_help_panel=LOAD,
     )
     report: ReportOptions
     timeline: Path | None = option(
         None,
         metavar="FILE",
-        help=(
-            "JSON file for a timeline of the steps and requests in all cells; chrome://tracing "
-            "and Perfetto show it."
-        ),
+        help="JSON file for a timeline of steps and requests, for chrome://tracing or Perfetto.",
         rich_help_panel=RESULTS,
     )
     seed: int = option(
