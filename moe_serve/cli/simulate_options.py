@@ -199,14 +199,13 @@ class CellsOptions:
         None,
         min=0.01,
         max=1.0,
-        help="With --autoscale target: requests divided by seats (--max-num-seqs) to aim at. "
-        "Default: the largest that meets --slo with two simulated cells, or 0.7 without --slo.",
+        help="With --autoscale target: requests over seats. Default: found for --slo, else 0.7.",
         rich_help_panel=CELLS,
     )
     plan_out: Path | None = option(
         None,
         metavar="FILE",
-        help="File for the plan of --autoscale planned, which cells.scale_plan of a server reads.",
+        help="File for the plan of --autoscale planned, for a server's cells.scale_plan.",
         rich_help_panel=CELLS,
     )
     train_days: int = option(
@@ -305,8 +304,8 @@ class DeadlineOptions:
     )
     step_budget: BudgetChoice = option(
         BudgetChoice.AUTO,
-        help="Prompt tokens in a step: fixed (up to --max-batched-tokens), slack (as many as tpot_s "
-        "of the running requests allows) or auto (slack if a tier has tpot_s, else fixed).",
+        help="Prompt tokens in a step: fixed (up to --max-batched-tokens), slack (as many as "
+        "the tpot_s of running requests allows) or auto (slack if a tier has tpot_s, else fixed).",
         rich_help_panel=DEADLINES,
     )
     strict: bool = option(
