@@ -93,8 +93,9 @@ class ExpertMemory:
             )
 
     def hold(self, layer: int, experts: Sequence[int], *, is_held: bool = True) -> None:
-        """Declare that rows may (or may no longer) be sent for these experts. Reads none of
-        them."""
+        """Declares that rows may (or may no longer) be sent for these experts. Reads none of
+        them.
+        """
         with self._changed:
             self._held_LE[self._place[layer], list(experts)] = is_held
             self._changed.notify_all()
@@ -173,7 +174,7 @@ class ExpertMemory:
         return self._claimed_ahead() if self._policy.is_prefetching else None
 
     def look_ahead(self) -> None:
-        """Learns from the last visit and predict the next one. Called by the reader threads."""
+        """Learns from the last visit and predicts the next one. Called by the reader threads."""
         seen, self._seen = self._seen, None
         if seen is None or not self._policy.is_predicting:
             return
@@ -236,8 +237,9 @@ class ExpertMemory:
             self._changed.notify_all()
 
     def _acquired(self, place: int, wanted: Ids) -> Ids:
-        """Returns some of the wanted experts, resident and pinned; all of them if they fit. Unpins
-        the experts of the pass before."""
+        """Returns some of the wanted experts, resident and pinned, or all of them if they fit.
+        Unpins the experts of the pass before.
+        """
         since = time.perf_counter()
         with self._changed:
             group, claimed = self._pinned(place, wanted)
@@ -274,7 +276,7 @@ class ExpertMemory:
             self._changed.wait()  # every slot is being read into
 
     def _claimed(self, place: int, missing: Ids) -> list[ExpertKey]:
-        """Claim slots for as many missing experts as there are available slots."""
+        """Claims slots for as many missing experts as there are available slots."""
         until_LE = None if self._policy.is_lru else self._expectation.visits_until()
         claimed = []
         for expert in missing.tolist():
@@ -287,8 +289,9 @@ class ExpertMemory:
         return claimed
 
     def _claimed_ahead(self) -> ExpertKey | None:
-        """Claim a slot for the absent expert that is expected first, if an expert that is expected
-        later can be evicted."""
+        """Claims a slot for the absent expert that is expected first, if an expert that is expected
+        later can be evicted.
+        """
         expectation, table = self._expectation, self._table
         if 2 * table.num_loading >= len(table):
             return None

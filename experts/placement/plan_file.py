@@ -130,7 +130,7 @@ def _experts(layer: str, experts: Any) -> RanksOf:
 
 
 def _is_layer(key: Any) -> bool:
-    """In YAML a key may have any type."""
+    """Returns whether a key is a layer number. In YAML a key may have any type."""
     is_short = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10
     return is_short and key == str(int(key))
 
@@ -140,8 +140,9 @@ def _is_number(value: Any) -> bool:
 
 
 def parse_json(text: str) -> Any:
-    """Parses JSON like `json.loads`, but refuse repeated keys and numbers too long for a placement.
-    Raises ValueError or RecursionError."""
+    """Parses JSON like `json.loads`, but refuses repeated keys and numbers too long for a
+    placement. Raises ValueError or RecursionError.
+    """
     return json.loads(text, object_pairs_hook=_without_repeats, parse_int=_whole_number)
 
 

@@ -87,18 +87,14 @@ class SimulatedCluster:
     routing: Path | None = option(
         None,
         metavar="FILE",
-        help=(
-            "Trace of the routers' choices or file of expert loads. It gives the number of "
-            "experts that a batch activates. Default: all experts are equally popular."
-        ),
+        help="Trace of the routers' choices or file of expert loads. It gives the number of "
+        "experts that a batch activates. Default: all experts are equally popular.",
         rich_help_panel=CLUSTER,
     )
     scatter: bool = option(
         True,
-        help=(
-            "Let the times of steps vary as they did in the calibration. Applies to layouts with "
-            "one device per cell and to those that `calibrate --layouts` measured."
-        ),
+        help="Let the times of steps vary as they did in the calibration. Applies to layouts with "
+        "one device per cell and to those that `calibrate --layouts` measured.",
         rich_help_panel=CLUSTER,
     )
     http: bool | None = option(
@@ -131,10 +127,7 @@ class CellsOptions:
     )
     hand_over: HandOverChoice = option(
         HandOverChoice.AUTO,
-        help=(
-            "Which prompts go to prefill cells: auto (those for which this is predicted to be "
-            "faster), always or off."
-        ),
+        help="Prompts to prefill cells: auto (if that is predicted to be faster), always or off.",
         rich_help_panel=CELLS,
     )
     page_link: float | None = option(
@@ -154,17 +147,14 @@ class CellsOptions:
     )
     autoscale: AutoscaleChoice | None = option(
         None,
-        help=(
-            "Rule for the number of running cells: static (all cells run), target (follows the "
-            "utilisation), planned (follows a forecast and a plan), oracle (knows the future "
-            "requests) or learnt (Q-learning)."
-        ),
+        help="Number of running cells: static (all), target (follows the utilisation), planned (a "
+        "forecast and a plan), oracle (knows the future requests) or learnt (Q-learning).",
         rich_help_panel=CELLS,
     )
     min_cells: int = option(
         1,
         min=1,
-        help=("Smallest number of cells of each role, with --autoscale."),
+        help="Smallest number of cells of each role, with --autoscale.",
         rich_help_panel=CELLS,
     )
     max_cells: int | None = option(
@@ -193,30 +183,20 @@ class CellsOptions:
         None,
         min=0.01,
         max=1.0,
-        help=(
-            "With --autoscale target: utilisation to aim at, as requests divided by seats "
-            "(--max-num-seqs). Default: the largest one that meets --slo in a simulation of two "
-            "cells, or 0.7 without --slo."
-        ),
+        help="With --autoscale target: requests over seats. Default: found for --slo, else 0.7.",
         rich_help_panel=CELLS,
     )
     plan_out: Path | None = option(
         None,
         metavar="FILE",
-        help=(
-            "File for the plan that --autoscale planned makes. A server reads it through the key "
-            "cells.scale_plan."
-        ),
+        help="File for the plan of --autoscale planned, for a server's cells.scale_plan.",
         rich_help_panel=CELLS,
     )
     train_days: int = option(
         8,
         min=1,
         max=1000,
-        help=(
-            "With --autoscale learnt: number of training days, like the simulated one, before the "
-            "simulated day."
-        ),
+        help="With --autoscale learnt: number of training days before the simulated day.",
         rich_help_panel=CELLS,
     )
 
@@ -255,9 +235,7 @@ class EngineOptions:
         16, min=1, max=4096, help="Number of tokens in a KV page.", rich_help_panel=LIMITS
     )
     prefix_cache: bool = option(
-        True,
-        help=("Share KV pages between prompts that begin with the same tokens."),
-        rich_help_panel=LIMITS,
+        True, help="Share KV pages of equal beginnings of prompts.", rich_help_panel=LIMITS
     )
     batch_policy: PolicyChoice = option(
         PolicyChoice.FIFO, help="Batch policy of the scheduler.", rich_help_panel=LIMITS
@@ -287,21 +265,15 @@ class SimulateOptions:
         "--load",
         min=0.001,
         max=1000.0,
-        help=(
-            "Speed of the trace as a share of the server's capacity, the highest rate at which "
-            "its queue does not grow with --order fifo; 1.2 is more than it can serve. Replaces "
-            "--scale-time."
-        ),
+        help="Speed of the trace as a share of the capacity, the highest rate at which the queue "
+        "does not grow with --order fifo; 1.2 is an overload. Replaces --scale-time.",
         rich_help_panel=LOAD,
     )
     report: ReportOptions
     timeline: Path | None = option(
         None,
         metavar="FILE",
-        help=(
-            "JSON file for a timeline of the steps and requests in all cells; chrome://tracing "
-            "and Perfetto show it."
-        ),
+        help="JSON file for a timeline of steps and requests, for chrome://tracing or Perfetto.",
         rich_help_panel=RESULTS,
     )
     seed: int = option(

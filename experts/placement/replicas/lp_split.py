@@ -91,8 +91,9 @@ class LpSplit:
         return [int(load) for load in loads_R]
 
     def _level(self, quotas: dict[int, list[int]], loads: list[int]) -> bool:
-        """Pour each expert's rows over its copies again while all others stay; returns whether any
-        moved."""
+        """Pours each expert's rows over its copies again while all others stay. Returns whether any
+        moved.
+        """
         has_moved = False
         for expert, quota in quotas.items():
             ranks = self._ranks_of[expert]

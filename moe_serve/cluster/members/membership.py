@@ -48,8 +48,7 @@ _CLOSED = LinkEvent("", None, Gone("the server ends"))  # wakes a wait
 
 class Membership:
     """The ranks of a cell. `configure` returns the order that tells a rank what to load, and
-    `weights` is the hash that its checkpoint must have.
-    """
+    `weights` is the hash that its checkpoint must have."""
 
     def __init__(
         self,
@@ -156,8 +155,7 @@ class Membership:
 
     def _cause(self, event: LinkEvent) -> str:
         """Returns why a rank is gone. The end of its process, which may come just after that of its
-        connection, tells more.
-        """
+        connection, tells more."""
         assert isinstance(event.report, Gone), "a rank must be gone"
         end = time.monotonic() + _LAST_WORDS_S
         while (later := self.next_event(end - time.monotonic())) is not None:

@@ -59,8 +59,7 @@ class ClusterEngine:
     ) -> None:
         """`service` is the state that the engines share to keep the targets of service tiers.
         `wait_for_pages` waits a moment if requests wait for a disk, and is called while no rank has
-        a step. `ids` and `step_numbers` count sequences and steps, and several cells share them.
-        """
+        a step. `ids` and `step_numbers` count sequences and steps, and several cells share them."""
         self._wait_for_pages = wait_for_pages
         self._coordinator, self._make, self._close = coordinator, make_engine, close
         self._watch, self._is_ahead = watch, is_ahead
@@ -159,8 +158,7 @@ class ClusterEngine:
     @property
     def outage_s(self) -> float:
         """The seconds for which no step could be computed; 0 while one can. Safe from any
-        thread.
-        """
+        thread."""
         return self._coordinator.outage_s
 
     def step(self) -> list[TokenDelta]:
@@ -286,8 +284,7 @@ class ClusterEngine:
         self, plans: Mapping[str, StepPlan], make_plan: Callable[[Engine, int], StepPlan]
     ) -> dict[str, RankWork]:
         """Plans a step again, with the number of micro-batches that the watch chooses for all
-        engines.
-        """
+        engines."""
         count = self._watch.choose(plans, len(self._coordinator.epoch.experts))
         engines = {name: self._engines[name] for name in plans}
         return {

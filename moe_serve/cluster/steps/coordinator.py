@@ -56,8 +56,7 @@ class Coordinator:
         patience_s: float = math.inf,
     ) -> None:
         """After `outage_limit_s` seconds without a step, `settle` raises. After `patience_s` all
-        attention ranks count as lost, so that other cells take their requests.
-        """
+        attention ranks count as lost, so that other cells take their requests."""
         self.membership, self._calls, self._maker, self._watch = membership, calls, maker, watch
         self._cell = f"{membership.cell}: " if membership.cell else ""  # prefix of log lines
         self._current, self._mover, self._clock = current, mover, calls.clock
@@ -81,8 +80,7 @@ class Coordinator:
     @property
     def has_events(self) -> bool:
         """Returns True if `settle` has something to do: a rank came or went, or a move is in
-        progress.
-        """
+        progress."""
         return not self.membership.inbox.empty() or self._is_stale or self._mover.has_news
 
     @property
@@ -93,9 +91,7 @@ class Coordinator:
 
     @property
     def open_steps(self) -> list[str]:
-        """Describes the steps in progress and the ranks that they wait for. Safe from any
-        thread.
-        """
+        """Describes the steps in progress and the ranks that they wait for."""
         return [flight.describe(self._clock()) for flight in list(self._open)]
 
     def stop(self) -> None:
@@ -246,9 +242,7 @@ class Coordinator:
 
     @property
     def _why_stale(self) -> str:
-        """Returns why the epoch ends. A lost rank's data connections may end before its control
-        connection.
-        """
+        """Returns why the epoch ends. Data connections may end before the control connection."""
         if self._away:
             return f"{', '.join(self._away)} lost ({self.membership.last_loss})"
         return self._torn_by or "a rank joins"

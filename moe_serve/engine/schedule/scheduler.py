@@ -47,9 +47,7 @@ class Scheduler:
         layered: LayeredPrefill | None = None,
         urgency: Urgency | None = None,
     ) -> None:
-        """`urgency` replaces the configured rule. `service` is there with service tiers, and
-        `layered` if prompts may pass groups of layers instead of chunks.
-        """
+        """`urgency` replaces the configured rule. `service` exists only with service tiers."""
         self._config, self.cache, self.sharing, self.policy = config, cache, sharing, policy
         self.service, self.tier, self._clock = service, sharing.tier, clock
         if urgency is None:
@@ -205,8 +203,7 @@ class Scheduler:
 
     def _serve(self, line: Iterable[Sequence], budget: int, most: int, chosen: Schedule) -> int:
         """Gives running sequences their tokens and pages, as far as the budget allows. Returns the
-        rest of the budget. `most` is the budget of the whole step.
-        """
+        rest of the budget. `most` is the budget of the whole step."""
         num_preempted = self.num_preemptions
         for sequence in line:
             share = self.layered.share(sequence, budget, chosen)
@@ -226,9 +223,7 @@ class Scheduler:
             self._preempt(victim, {})
 
     def step_ended(self, num_tokens: int) -> None:
-        """Notes the end of the last step. `num_tokens` counts the tokens computed since the
-        start.
-        """
+        """Notes the end of the last step. `num_tokens` were computed since the start."""
         self.step_tokens.count_to(num_tokens)
         self.tier.step_ended()
         if self.service is not None:

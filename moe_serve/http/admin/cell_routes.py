@@ -39,8 +39,7 @@ _BODY = {"requestBody": {"required": True, "content": {"application/json": {"sch
 
 def cells_router(cells: CellsControl | None, engine: EngineClient, max_bytes: int) -> APIRouter:
     """Returns the routes. With `cells` None the server has a single cell, and they answer with an
-    error.
-    """
+    error."""
     router = APIRouter(prefix=ADMIN_PREFIX)
 
     def control() -> CellsControl:
@@ -53,8 +52,7 @@ def cells_router(cells: CellsControl | None, engine: EngineClient, max_bytes: in
 
     def listed(index: int | None = None) -> dict[str, Any]:
         """Returns all cells and, by itself, one of them. Of a cell that has gone, only the state is
-        known.
-        """
+        known."""
         stats = engine.stats()
         found = cells_part(stats, has_commands=True)
         nodes = [asdict(node) for node in control().nodes()]
@@ -77,9 +75,7 @@ def cells_router(cells: CellsControl | None, engine: EngineClient, max_bytes: in
         found = control()
         shape, number, place = _values(await read_json_object(request, max_bytes))
         try:
-            add_cell = (
-                found.add_cell
-            )  # in a thread, because it may read the model's config to plan the memory
+            add_cell = found.add_cell  # may read the model's config to plan the memory
             index = await asyncio.to_thread(add_cell, shape, number=number, place=place)
         except ConfigError as error:
             raise InvalidRequestError(str(error), param="shape") from None
