@@ -134,9 +134,7 @@ class VirtualParts:
     def changing(self, batch: int) -> Share:
         """Requests that repeat, behind and before others that do not."""
         same = self._recordings.asked(batch, _GREEDY)
-        others = [
-            self._recordings.asked(batch, _WARM, first=n * batch) for n in range(4)
-        ]
+        others = [self._recordings.asked(batch, _WARM, first=n * batch) for n in range(4)]
         turns = [same, *others[:3], same, same, others[3], same]
         return self._against_fixed(f"changing, batch {batch}", turns)
 
@@ -221,3 +219,19 @@ def shares(recordings: Recordings, machine: Machine, rounds: int) -> Iterator[Sh
             yield kind(batch)
     for share in (0.05, 0.2):
         yield parts.prediction(share)
+
+
+def controller_lines(bench: Bench, rounds: int) -> Iterator[str]:
+    """Yields a line for each workload, batch and machine, and the worst ones."""
+    recordings = Recordings.record(bench, rounds)
+    worst = dict[str, Share]()
+    for machine in MACHINES:
+        yield f"{machine.name}:"
+        for found in shares(recordings, machine, rounds):
+            yield f"  {found}"
+            kind = found.workload.partition(",")[0]
+            if kind not in worst or found.share < worst[kind].share:
+                worst[kind] = found
+    yield "the least shares of the best setting:"
+    for found in worst.values():
+        yield f"  {found.share:.2f} {found.workload}, {found.machine}"

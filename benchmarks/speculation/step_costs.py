@@ -66,8 +66,9 @@ class _Few(Drafting):
 
 
 def step_costs(bench: Bench, rounds: int) -> Iterator[str]:
-    """Yields lines of figures, in microseconds: a plain step, the time that a step with drafts
-    takes more, and the time that a step takes more if one sequence or all look in vain."""
+    """Yields lines of figures, in microseconds: a plain step, the time that a step with so many
+    drafted tokens of each sequence takes more (with a minus: of one sequence), and the time that a
+    step takes more if one sequence or all look in vain."""
     text = Tokenizer.load(bench.built.layout.folder)
     for batch in BATCHES:
         asked = natural(text, batch, _TOKENS, 0.0)
@@ -84,7 +85,8 @@ def step_costs(bench: Bench, rounds: int) -> Iterator[str]:
         plain = found.pop(0)
         looks = _lookups(bench, batch, rounds)
         more = ", ".join(f"{kind}: {us - plain:.0f}" for kind, us in sorted(found.items()))
-        yield f"batch {batch:2}: plain {plain:.0f}; more {more}; one lookup {looks[0]:.0f}, all {looks[1]:.0f}"
+        lookups = f"one lookup {looks[0]:.0f}, all {looks[1]:.0f}"
+        yield f"batch {batch:2}: plain {plain:.0f}; more {more}; {lookups}"
 
 
 def _oracle(bench: Bench, answers: Mapping[str, list[int]], most: int) -> Drafting:
@@ -121,6 +123,8 @@ def _run(
             continue
         wanted = watch.kind if kind is None else kind
         sizes = sorted(len(d.token_ids) for d in deltas)
-        if kind is not None and (sizes[-1] != 1 + abs(kind) or (kind >= 0 and sizes[0] != sizes[-1])):
+        if kind is not None and (
+            sizes[-1] != 1 + abs(kind) or (kind >= 0 and sizes[0] != sizes[-1])
+        ):
             continue
         watch.times.setdefault(wanted, []).append(seconds)

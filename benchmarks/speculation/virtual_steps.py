@@ -186,8 +186,8 @@ class RecordedExecutor:
 
 @dataclass(frozen=True, slots=True)
 class VirtualTurn:
-    """The decode steps of one run, as `Turn` counts them. The controller sees noise, but the seconds
-    here are without it."""
+    """The decode steps of one run, as `Turn` counts them. The controller sees noise, but these
+    seconds are without it."""
 
     seconds: float
     tokens: int

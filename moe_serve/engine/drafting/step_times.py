@@ -111,7 +111,10 @@ class _Known(dict[int, float]):
         return found
 
     def _estimate(self, num_rows: int) -> float:
-        right, relative = bisect.bisect_left(self._averages, num_rows, key=_rows), _relative(num_rows)
+        right, relative = (
+            bisect.bisect_left(self._averages, num_rows, key=_rows),
+            _relative(num_rows),
+        )
         near = self._averages[max(0, right - 1) : right + 1]
         if not near:
             return relative
