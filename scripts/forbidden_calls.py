@@ -41,6 +41,8 @@ ATTRIBUTES = frozenset(  # methods that pickle: refused wherever one is called, 
     {"send_pyobj", "recv_pyobj", "send_object_list", "recv_object_list", "broadcast_object_list"}
     | {"all_gather_object", "gather_object", "scatter_object_list"}
 )
+# The last names of both: most attributes have another one, and are not spelled out.
+LAST_NAMES = ATTRIBUTES | {method.rpartition(".")[2] for method in METHODS}
 # Files that a converter reads without running them have to be written for its tests.
 ALLOWED = frozenset({("tests/adapters/test_bitdelta_convert.py", "torch.save")})
 KEYWORDS = frozenset({"shell", "allow_pickle", "trust_remote_code"})
@@ -56,7 +58,7 @@ def findings(tree: ast.AST) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             if (node.module or "").split(".")[0] in MODULES:
                 yield node.lineno, f"from {node.module} import"
-        elif isinstance(node, ast.Attribute):
+        elif isinstance(node, ast.Attribute) and node.attr in LAST_NAMES:
             name = ast.unparse(node)
             if name in METHODS or node.attr in ATTRIBUTES:
                 yield node.lineno, name

@@ -10,10 +10,10 @@ count files that a single module imports, and names that more than one file or c
 from __future__ import annotations
 
 import ast
+import functools
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,19 +35,38 @@ class Size:
     count: int
 
 
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The functions of a file, the names that it imports, and its classes."""
+
+    functions: tuple[Size, ...]
+    imported: tuple[str, ...]
+    classes: tuple[str, ...]
+
+
 def file_sizes(folder: Path) -> list[Size]:
     paths = sorted(folder.rglob("*.py"))
     return [Size(str(path), len(path.read_text("utf-8").splitlines())) for path in paths]
 
 
 def function_sizes(folder: Path) -> list[Size]:
-    sizes = []
-    for path in sorted(folder.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"), str(path))):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                sizes.append(Size(f"{path}:{node.lineno} {node.name}", num_lines))
-    return sizes
+    return [size for path in sorted(folder.rglob("*.py")) for size in contents_of(path).functions]
+
+
+@functools.cache  # three figures read them, and a syntax tree is too large to keep
+def contents_of(path: Path) -> Contents:
+    tree = ast.parse(path.read_text("utf-8"), str(path))
+    functions, imported = [], []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            functions.append(Size(f"{path}:{node.lineno} {node.name}", num_lines))
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            imported += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            imported += [alias.name for alias in node.names]
+    classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    return Contents(tuple(functions), tuple(imported), tuple(classes))
 
 
 def folder_sizes(folder: Path) -> list[Size]:
@@ -81,20 +100,12 @@ def single_importers() -> dict[Path, str]:
     modules = {dotted(path): path for path in product_files()}
     importers: dict[str, set[str]] = {name: set() for name in modules}
     for name, path in modules.items():
-        for target in imported(path):
+        for target in contents_of(path).imported:
             while target and target not in modules:
                 target = target.rpartition(".")[0]
             if target and target != name:
                 importers[target].add(name)
     return {modules[name]: min(found) for name, found in importers.items() if len(found) == 1}
-
-
-def imported(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text("utf-8"), str(path))):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
 
 
 def num_repeated_names() -> tuple[int, int]:
@@ -103,8 +114,7 @@ def num_repeated_names() -> tuple[int, int]:
     classes: Counter[str] = Counter()
     for path in product_files():
         files[path.name] += path.name not in ("__init__.py", "__main__.py")
-        nodes = ast.parse(path.read_text("utf-8"), str(path)).body
-        classes.update(node.name for node in nodes if isinstance(node, ast.ClassDef))
+        classes.update(contents_of(path).classes)
     return sum(n > 1 for n in files.values()), sum(n > 1 for n in classes.values())
 
 

@@ -48,7 +48,7 @@ class Call:
 
 
 def traced_path() -> list[Call]:
-    """Serve, stream one chat, and return the calls from its route to its first expert kernel."""
+    """Serves, streams one chat, and returns the calls from its route to its first expert kernel."""
     stacks: dict[str, list[Call]] = {}
     _record(AsyncEngine, "submit", stacks)
     for bank in (NativeStack, ExpertTable, TorchExperts):

@@ -78,6 +78,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "adapter_files",
         "targets",
         "adapter_part",
+        "load_rests",
         "peft_config",
         "peft_lora",
         "low_rank",

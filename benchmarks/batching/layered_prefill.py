@@ -129,7 +129,7 @@ class ReadCounter:
 
     @contextmanager
     def counting(self, built: BuiltEngine) -> Iterator[None]:
-        """Count while the block runs."""
+        """Counts while the block runs."""
         take, listener = RouteTap.take, EveryRoute()
 
         def counted(

@@ -41,13 +41,20 @@ class Bench:
             (v.trace, v.load, v.policy, v.seed): v for v in verdicts
         }
         self.traces = list(dict.fromkeys(key[0] for key in self._by))
-        self.seeds = sorted({key[3] for key in self._by})
+        self._seeds = sorted({key[3] for key in self._by})
 
-    def has(self, trace: str, load: float, policy: str) -> bool:
-        return (trace, load, policy, self.seeds[0]) in self._by
+    def has(self, trace: str, load: float, *policies: str) -> bool:
+        """Returns whether there is a seed with which all these policies were judged."""
+        return bool(self.at(trace, load, *policies))
 
-    def at(self, trace: str, load: float, policy: str) -> list[Verdict]:
-        return [self._by[trace, load, policy, seed] for seed in self.seeds]
+    def at(self, trace: str, load: float, policy: str, *others: str) -> list[Verdict]:
+        """Returns the verdicts on a policy, of the seeds with which the others were judged, too."""
+        seeds = [
+            seed
+            for seed in self._seeds
+            if all((trace, load, name, seed) in self._by for name in (policy, *others))
+        ]
+        return [self._by[trace, load, policy, seed] for seed in seeds]
 
     def mean(self, trace: str, load: float, policy: str, figure: Figure) -> float:
         return float(np.mean([figure(v) for v in self.at(trace, load, policy)]))
@@ -56,7 +63,9 @@ class Bench:
         self, trace: str, load: float, policy: str, other: str, figure: Figure
     ) -> list[float]:
         """Returns the seeds' own ratios to another policy."""
-        pairs = zip(self.at(trace, load, policy), self.at(trace, load, other), strict=True)
+        pairs = zip(
+            self.at(trace, load, policy, other), self.at(trace, load, other, policy), strict=True
+        )
         return [_ratio(figure(a), figure(b)) for a, b in pairs]
 
 
@@ -68,14 +77,16 @@ def bars_of(bench: Bench, policy: str, refusing: str) -> list[Bar]:
     """Returns the bars of a policy, and of the same one that refuses."""
     bars: list[Bar] = []
     for trace in bench.traces:
-        bars += _harm(bench, trace, policy)
+        for load in (0.5, 0.6, 0.7):
+            if bench.has(trace, load, policy, "fifo"):
+                bars += _harm(bench, trace, load, policy)
         for load, tardiness in ((1.2, 0.15), (1.4, 0.35)):
-            if bench.has(trace, load, policy):
+            if bench.has(trace, load, policy, "fifo"):
                 bars += _overload(bench, trace, load, policy, tardiness)
-        if bench.has(trace, 1.2, policy):
+        if bench.has(trace, 1.2, policy, "fifo"):
             bars += _top(bench, trace, policy)
         for load in (1.2, 1.3, 1.4):
-            if bench.has(trace, load, refusing) and bench.has(trace, load, policy):
+            if bench.has(trace, load, refusing, policy):
                 bars += _promises(bench, trace, load, policy, refusing)
     return bars
 
@@ -93,18 +104,16 @@ def _bar(
     )  # fmt: skip
 
 
-def _harm(bench: Bench, trace: str, policy: str) -> list[Bar]:
-    """Bars at 0.7 of the capacity: within 2% of FIFO."""
-    if not bench.has(trace, 0.7, policy):
-        return []
+def _harm(bench: Bench, trace: str, load: float, policy: str) -> list[Bar]:
+    """Bars below the capacity: within 2% of FIFO."""
 
     def of(figure: Figure) -> list[float]:
-        return bench.ratios(trace, 0.7, policy, "fifo", figure)
+        return bench.ratios(trace, load, policy, "fifo", figure)
 
     return [
-        _bar(trace, "0.7: tokens/s over FIFO", of(lambda v: v.tokens_per_s), least=0.98),
-        _bar(trace, "0.7: P99 TTFT over FIFO", of(lambda v: v.p99_ttft), most=1.02),
-        _bar(trace, "0.7: P99 TPOT over FIFO", of(lambda v: v.p99_tpot), most=1.02),
+        _bar(trace, f"{load}: tokens/s over FIFO", of(lambda v: v.tokens_per_s), least=0.98),
+        _bar(trace, f"{load}: P99 TTFT over FIFO", of(lambda v: v.p99_ttft), most=1.02),
+        _bar(trace, f"{load}: P99 TPOT over FIFO", of(lambda v: v.p99_tpot), most=1.02),
     ]
 
 
@@ -126,7 +135,7 @@ def _overload(bench: Bench, trace: str, load: float, policy: str, most: float) -
             [v.longest_wait / v.max_wait for v in bench.at(trace, load, policy)], most=1.02,
         ),
     ]  # fmt: skip
-    if bench.has(trace, load, "priority"):
+    if bench.has(trace, load, policy, "priority"):
         bars += [
             _bar(
                 trace, f"{load}: goodput over priority",
@@ -155,7 +164,8 @@ def _top(bench: Bench, trace: str, policy: str) -> list[Bar]:
 def _promises(bench: Bench, trace: str, load: float, policy: str, refusing: str) -> list[Bar]:
     """Bars of a policy that refuses. The requests it refused are looked up in the run that refused
     none."""
-    strict, plain = bench.at(trace, load, refusing), bench.at(trace, load, policy)
+    strict = bench.at(trace, load, refusing, policy)
+    plain = bench.at(trace, load, policy, refusing)
     bars: list[Bar] = []
     if all(v.promised for v in strict):
         kept = [v.kept / v.promised for v in strict]

@@ -35,6 +35,7 @@ from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.request.moves_stats import MovesStats
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
+from serving.cell_events import GapEvents
 
 LAYOUTS = {
     "prefill and decode": "1x(1A1E prefill) 1x(1A1E decode)",
@@ -67,8 +68,11 @@ def request(num_tokens: int, max_tokens: int, seed: int) -> GenerationRequest:
     )
 
 
-def run_streams(engine: DrivenEngine, options: Options, seed: int) -> dict[str, Any]:
-    """Streams generate while prompts arrive, for some seconds."""
+def run_streams(
+    engine: DrivenEngine, options: Options, seed: int, events: GapEvents | None = None
+) -> dict[str, Any]:
+    """Streams generate while prompts arrive, for some seconds. `events`: counts with what the gaps
+    between two tokens coincide."""
     begin = time.monotonic()
     end, last, gaps, num_tokens = begin + options.seconds, dict[str, float](), list[float](), 0
     streams: set[str] = set()
@@ -82,7 +86,10 @@ def run_streams(engine: DrivenEngine, options: Options, seed: int) -> dict[str, 
 
     while time.monotonic() < end:
         while len(streams) < options.streams:
-            streams.add(add(request(24, 400, next(seeds))))
+            name = add(request(24, 400, next(seeds)))
+            streams.add(name)
+            if events is not None:
+                events.watch(name)
         if time.monotonic() >= next_prompt:
             next_prompt += options.every
             add(request(options.tokens, 8, next(seeds)))

@@ -8,7 +8,8 @@ turns on the same prompts, at each of the loads. The bar is the P99 of the time 
 of a stream, over that of the replicas: at most 0.5.
 
 A P99 shows prompts only if more than 1% of the gaps meet one. So each load also has the share of
-the replicas' gaps above twice their median, and the ratio of the mean of the longest 1%.
+the replicas' gaps above twice their median, and the ratio of the mean of the longest 1%. The
+last line of a layout says with what its gaps coincide (`serving/cell_events.py`), and their median.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from typing import Any
 import numpy as np
 
 from harness.environment import write_report
+from moe_serve.cluster.cells.cells_engine import CellsEngine
+from serving.cell_events import GapEvents
 from serving.cells import LAYOUTS, engine_of, rotated, run_streams
 
 OWN, NICE, REPLICAS = "prefill and decode", "the same, nice", "two replicas"
@@ -36,20 +39,27 @@ def measure(options: argparse.Namespace, load: tuple[int, float, int]) -> dict[s
     names = [OWN, NICE, REPLICAS]
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with ExitStack() as opened:
-        engines = {}
+        engines, events = {}, {}
         for name in names:
             layout, nice = LAYOUTS[REPLICAS if name == REPLICAS else OWN], 0
             if name == NICE:
                 nice = options.nice
             engines[name] = engine_of(of, layout, prefill_nice=nice)
+            assert isinstance(engines[name], CellsEngine), "there are two cells"
             opened.callback(engines[name].close)
+            events[name] = GapEvents(engines[name])
         for turn in range(options.rounds):
             for name in rotated(names, turn):
-                found[name].append(run_streams(engines[name], of, turn))
-    return {"load": load, "runs": {name: _summary(runs) for name, runs in found.items()}}
+                found[name].append(run_streams(engines[name], of, turn, events[name]))
+    runs = {name: {**_summary(each), **_events(events[name])} for name, each in found.items()}
+    return {"load": load, "runs": runs}
 
 
-def _summary(runs: list[dict[str, Any]]) -> dict[str, float]:
+def _events(events: GapEvents) -> dict[str, Any]:
+    return {"event_shares": events.shares(), "event_medians_ms": events.medians_ms()}
+
+
+def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the figures of all gaps of all rounds together."""
     gaps = np.concatenate([run["gaps"] for run in runs])
     p50, p99 = np.percentile(gaps, [50, 99])
@@ -75,6 +85,10 @@ def show(found: dict[str, Any]) -> None:
             f"  {name:20} P50 {of['p50_ms']:6.1f} ms  P99 {of['p99_ms']:6.1f} ms  longest 1% "
             f"{of['worst_ms']:6.1f} ms  {of['tokens_per_s']:5.0f} tokens/s"
         )
+        medians = of["event_medians_ms"]
+        shares = of["event_shares"]
+        shown = [f"{event} {shares[event]:.2%} ({ms:.1f} ms)" for event, ms in medians.items()]
+        print(f"  {'':20} gaps with {', '.join(shown)}")
     for name in (OWN, NICE):
         ratios = [runs[name][key] / runs[REPLICAS][key] for key in ("p99_ms", "worst_ms")]
         print(f"  {name} / two replicas: P99 {ratios[0]:.2f}, longest 1% {ratios[1]:.2f}")

@@ -2,7 +2,7 @@
 
     python benchmarks/run.py autoscaling --trace AzureLLMInferenceTrace_code.csv.xz
     python benchmarks/run.py autoscaling --hours 24 --trace TRACE --policies target planned oracle
-    python benchmarks/run.py autoscaling --hours 24 --trace TRACE --recorded
+    python benchmarks/run.py autoscaling --hours 24 --trace TRACE --recorded --keep RUNS
 
 The load is generated: Poisson arrivals whose rate rises and falls once as a cosine, from 0.3 to 1.7
 times its mean. The lengths are a trace's (halved, at most 2 048 and 200 tokens) or random. With
@@ -12,6 +12,10 @@ A simulated day of large devices has millions of requests, so the cells are smal
 two cores each. The wave lasts 4 hours by default, in which the load changes six times as fast as in
 a day. A day takes about two minutes of a core for each policy and seed.
 
+With `--keep RUNS` the report of each simulation stays in that folder, and one that is there with
+the same options is not run again: so an ended benchmark goes on where it was. Give another version
+of the program another folder.
+
 `target` finds its share of the seats by simulation. It is also shown with 0.7, as a cell of this
 kind is too slow for the limits of latency long before its seats are taken.
 """
@@ -19,6 +23,7 @@ kind is too slow for the limits of latency long before its seats are taken.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import subprocess
 import sys
 import tempfile
@@ -37,17 +42,19 @@ _RANDOM = ("--prompt-tokens", "64:1900", "--output-tokens", "4:48")
 _ATTAINMENT, _OF_STATIC, _OF_ORACLE, _CHANGES = 0.95, 0.75, 1.2, 4
 
 
-def arguments(policy: str, seed: int, options: argparse.Namespace, out: Path) -> list[str]:
-    """Returns the command that simulates a policy."""
+def arguments(policy: str, seed: int, options: argparse.Namespace, folder: Path) -> list[str]:
+    """Returns the command that simulates a policy. It writes a report whose name stands for all its
+    options."""
     name, _, target = policy.partition(" ")
     lengths = ("--trace", options.trace, *_TRACE) if options.trace else _RANDOM
     scale = ["--autoscale", name, "--train-days", str(options.train_days)]
     if target:
         scale += ["--target-load", target]
-    return [
-        sys.executable, "-m", "moe_serve", "simulate", *_MODEL, *_CELLS, *_SLO, *lengths,
-        *arrivals(options), "--seed", str(seed), *scale, "--json", str(out),
-    ]  # fmt: skip
+    options_given = [*_MODEL, *_CELLS, *_SLO, *lengths, *arrivals(options), *scale]
+    options_given += ["--seed", str(seed)]
+    digest = hashlib.sha256("\0".join(options_given).encode()).hexdigest()[:12]
+    out = folder / f"{name}-{digest}.json"
+    return [sys.executable, "-m", "moe_serve", "simulate", *options_given, "--json", str(out)]
 
 
 def arrivals(options: argparse.Namespace) -> list[str]:
@@ -60,23 +67,18 @@ def arrivals(options: argparse.Namespace) -> list[str]:
     return [*wave, "--duration", str(seconds)]
 
 
-def simulated(options: argparse.Namespace, seed: int) -> dict[str, Report]:
-    """Runs all policies, `--jobs` at a time."""
-    reports: dict[str, Report] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        waiting = list(options.policies)
-        while waiting:
-            batch, waiting = waiting[: options.jobs], waiting[options.jobs :]
-            paths = {policy: Path(folder) / f"{policy}.json" for policy in batch}
-            running = [
-                subprocess.Popen(arguments(p, seed, options, path), stdout=subprocess.DEVNULL)
-                for p, path in paths.items()
-            ]
-            failed = [p for p, each in zip(batch, running, strict=True) if each.wait()]
-            if failed:
-                raise SystemExit(f"the simulation of {failed[0]} failed")
-            reports |= {policy: read_report(path) for policy, path in paths.items()}
-    return reports
+def simulated(options: argparse.Namespace, seed: int, folder: Path) -> dict[str, Report]:
+    """Runs all policies whose reports are not in the folder, `--jobs` at a time."""
+    commands = {p: arguments(p, seed, options, folder) for p in options.policies}
+    paths = {policy: Path(command[-1]) for policy, command in commands.items()}
+    waiting = [policy for policy, path in paths.items() if not path.exists()]
+    while waiting:
+        batch, waiting = waiting[: options.jobs], waiting[options.jobs :]
+        running = [subprocess.Popen(commands[p], stdout=subprocess.DEVNULL) for p in batch]
+        failed = [p for p, each in zip(batch, running, strict=True) if each.wait()]
+        if failed:
+            raise SystemExit(f"the simulation of {failed[0]} failed")
+    return {policy: read_report(path) for policy, path in paths.items()}
 
 
 def show(reports: dict[str, Report]) -> None:
@@ -123,11 +125,15 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--hours", type=float, default=4.0, help="of one wave")
     parser.add_argument("--train-days", type=int, default=4, help="from which learnt learns")
     parser.add_argument("--jobs", type=int, default=2, help="simulations at once")
+    parser.add_argument("--keep", type=Path, help="folder for reports, to go on later")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     options = parser.parse_args(given)
     if options.recorded and not options.trace:
         parser.error("--recorded takes --trace FILE")
-    for seed in options.seeds:
-        print(f"seed {seed}")
-        show(simulated(options, seed))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for seed in options.seeds:
+            print(f"seed {seed}")
+            show(simulated(options, seed, folder))
     return 0

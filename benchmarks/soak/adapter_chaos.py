@@ -12,7 +12,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,11 +67,14 @@ class _Running:
 
 
 class IdealLRU:
-    """A cache of adapters that drops those used longest ago, as if no request held any. Every use
-    and every load of a content counts as its last use."""
+    """A cache of adapters that drops those used longest ago. Every use and every load of a content
+    counts as its last use. `running` returns the digests of adapters that requests hold, which are
+    not dropped; None: it drops them all the same, which no server can."""
 
-    def __init__(self, max_bytes: int | None) -> None:
-        self._max_bytes = max_bytes
+    def __init__(
+        self, max_bytes: int | None, running: Callable[[], Collection[bytes]] | None = None
+    ) -> None:
+        self._max_bytes, self._running = max_bytes, running
         self._held: dict[bytes, int] = {}  # the last used last
         self._lock = threading.Lock()
 
@@ -80,8 +83,11 @@ class IdealLRU:
         with self._lock:
             found = self._held.pop(version.digest, None) is not None
             self._held[version.digest] = version.num_bytes
-            while self._max_bytes is not None and sum(self._held.values()) > self._max_bytes:
-                del self._held[next(iter(self._held))]
+            held = {version.digest, *(() if self._running is None else self._running())}
+            for digest in [each for each in self._held if each not in held]:
+                if self._max_bytes is None or sum(self._held.values()) <= self._max_bytes:
+                    break
+                del self._held[digest]
             return found
 
     def keep(self, versions: Iterable[AdapterVersion]) -> None:
@@ -112,11 +118,14 @@ class Chaos:
         self._changes: queue.Queue[tuple[str, Path | None] | None] = queue.Queue()
         self._is_loading = False
         self._ideal = IdealLRU(registry.memory_bytes)
+        self._careful = IdealLRU(registry.memory_bytes, self._held)
 
     def run(self) -> Tally:
         """Returns the tally once all requests have ended."""
         for number in range(self._plan.num_names):
-            self._ideal.use(self._registry.load(f"n{number}", self._rng.choice(self._folders)))
+            version = self._registry.load(f"n{number}", self._rng.choice(self._folders))
+            self._ideal.use(version)
+            self._careful.use(version)
         changer = threading.Thread(target=self._change, name="chaos of adapters", daemon=True)
         changer.start()
         for number in range(self._plan.num_requests):
@@ -133,6 +142,10 @@ class Chaos:
             self.tally.problems.append("a load does not end")
         self._engine.check_integrity()
         return self.tally
+
+    def _held(self) -> set[bytes]:
+        """Returns the digests of the adapters that running requests hold."""
+        return {each.digest for each in list(self._running.values())}
 
     def _name(self) -> str:
         """Draws a name by Zipf's law."""
@@ -155,8 +168,11 @@ class Chaos:
                 if folder is None:
                     self._registry.unload(name)
                 else:
-                    self._ideal.use(self._registry.load(name, folder))
-                self._ideal.keep(self._registry.versions())
+                    version = self._registry.load(name, folder)
+                    for cache in (self._ideal, self._careful):
+                        cache.use(version)
+                for cache in (self._ideal, self._careful):
+                    cache.keep(self._registry.versions())
                 self.tally.count("unloads" if folder is None else "loads")
             except (InvalidRequestError, ModelNotFoundError, CheckpointError):
                 self.tally.count("refused changes")
@@ -172,6 +188,8 @@ class Chaos:
                 self.tally.count("found in memory" if is_hit else "read again")
                 if self._ideal.use(adapter.version):
                     self.tally.count("found by an ideal LRU")
+                if self._careful.use(adapter.version):
+                    self.tally.count("found by an LRU that keeps adapters of running requests")
             except (InvalidRequestError, ModelNotFoundError):  # no room; not loaded at the moment
                 self.tally.count("refused requests")
                 return

@@ -1,1 +1,1 @@
-"""Adapters: reads fine-tunes of the base model, and keeps those that requests name."""
+"""Reads adapters, which are fine-tunes of the base model, and keeps those that requests name."""

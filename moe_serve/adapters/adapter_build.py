@@ -22,6 +22,7 @@ from moe_serve.adapters.adapter_part import WHOLE, AdapterPart, LiveModel
 from moe_serve.adapters.bitdelta.bitdelta_builder import BitDeltaBuilder
 from moe_serve.adapters.esft import read_esft
 from moe_serve.adapters.expert_additions import AdditionMaker
+from moe_serve.adapters.load_rests import LoadRests
 from moe_serve.adapters.low_rank import make_low_rank
 from moe_serve.adapters.peft_config import read_peft_config
 from moe_serve.adapters.peft_lora import LowRankMatrices, read_lora
@@ -75,10 +76,14 @@ class AdapterBuilder:
         self._is_merging = is_merging(config, loader.kernels)
         self._targets = AdapterTargets(loader)
         self._base = loader.live_experts()
-        self._bitdelta = BitDeltaBuilder(loader, self._targets, part, live or LiveModel())
+        self.rests = LoadRests()
+        self._bitdelta = BitDeltaBuilder(
+            loader, self._targets, part, live or LiveModel(), self.rests
+        )
 
     def build(self, files: AdapterFiles) -> AdapterWeights:
         """Reads an adapter's matrices. Raises CheckpointError with the tensor or the field."""
+        self.rests.start_load()
         if files.is_bitdelta:
             return self._bitdelta.build(files)
         layers = [_LayerParts() for _ in range(self._loader.spec.num_layers)]
@@ -88,6 +93,7 @@ class AdapterBuilder:
             for target, added in read_lora(files, config, self._targets, self._part.wants):
                 rank = rank if added is None else max(rank, len(added.a_RK))
                 self._put(layers[target.layer], target, added)
+                self.rests()
         else:
             for target, matrix in read_esft(files, self._targets, self._part.wants).items():
                 layers[target.layer].put(target, matrix)
@@ -116,6 +122,7 @@ class AdapterBuilder:
     def _layer(
         self, layer: int, parts: _LayerParts, files: AdapterFiles
     ) -> tuple[AdapterLayer, int]:
+        self.rests()
         linears, num_bytes = make_low_rank(self._loader, layer, parts.attention, self._part.shard)
         experts = {
             expert: self._changed(
@@ -159,9 +166,13 @@ class AdapterBuilder:
         kernels = self._loader.kernels.adapters
         maker = AdditionMaker(self._loader.device, self._loader.dtype)
         assert kernels is not None, "kernels with additions"
-        held = {expert: maker.expert(each) for expert, each in additions.items() if each}
+        held = {}
+        for expert, each in additions.items():
+            if each:
+                held[expert] = maker.expert(each)
+                self.rests()
         is_own_E = self._marked(additions)
-        made = kernels.expert_additions(held, is_own_E[:-1]) if held else None
+        made = kernels.expert_additions(held, is_own_E[:-1], self.rests) if held else None
         return AdapterExperts(bank=None, is_own_E=is_own_E, additions=made)
 
     def _added_to_mlp(self, changes: Mapping[str, LowRankMatrices]) -> Any:
@@ -196,6 +207,7 @@ class AdapterBuilder:
                 f"{files.folder} changes {what}, which are packed in few bits here: set "
                 "model.expert_weights to 'dequantised' (--expert-weights)."
             )
+        self.rests()
         own = _split(changes)
         parts = []
         for key, matrix in (("gate", gate), ("up", up), ("down", down)):

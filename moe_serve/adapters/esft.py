@@ -71,7 +71,8 @@ def _experts(files: AdapterFiles, targets: AdapterTargets) -> Mapping[int, froze
         )
     if spec.has_expert_bias:
         raise CheckpointError(
-            f"{path}: the experts of {spec.family} have biases, which an ESFT adapter has not."
+            f"{path}: the experts of {spec.family} have biases, which an ESFT adapter cannot "
+            "replace."
         )
     listed = config.get("experts")
     if not isinstance(listed, dict) or not listed:

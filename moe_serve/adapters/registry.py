@@ -1,4 +1,4 @@
-"""The adapters that a server has: names, versions, and the weights that are in memory.
+"""The adapters of a server: names, versions, and the weights that are in memory.
 
 A name stands for a version, which is the digest of the adapter's content. Loading a name again
 makes a new version. Requests that hold the old one keep its weights, and finish with them.
@@ -112,7 +112,7 @@ class AdapterRegistry:
             return version
 
     def _release(self, version: AdapterVersion) -> None:
-        """Keeps the weights of a version no longer, unless another name stands for them."""
+        """Releases the weights of a version, unless another name stands for them."""
         if all(each.digest != version.digest for each in self._versions.values()):
             self._kept.pop(version.digest, None)
 

@@ -1,4 +1,4 @@
-"""Makes the autoscaler of a simulation: its policy, with what that policy must know."""
+"""Makes the autoscaler of a simulation, and its policy with the data that it needs."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _target(
 
 
 def coming(slots: Sequence[Slot]) -> Coming:
-    """Returns what tells which requests arrive from one moment to another, from the workload."""
+    """Returns a function that gives the requests of the workload between two moments."""
     at = [slot.at_s for slot in slots]
     prompts = [0, *accumulate(slot.prompt_tokens for slot in slots)]
     outputs = [0, *accumulate(slot.output_tokens for slot in slots)]

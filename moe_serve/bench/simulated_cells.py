@@ -1,4 +1,4 @@
-"""Runs a workload on simulated cells under one coordinator, and gathers what they did."""
+"""Runs a workload on simulated cells under one coordinator, and gathers the results."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Turns the requests of a workload into those of a simulation, and what came of them into
-records."""
+"""Turns the requests of a workload into those of a simulation, and their results into records."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def _service(slot: Slot, tiers: TierMix | None, is_strict: bool) -> Service:
 
 
 def service_of(tier: TierConfig, tenant: str, *, is_strict: bool) -> Service:
-    """Returns what a tier entitles a request of a tenant to."""
+    """Returns the service that a tier gives to a request of a tenant."""
     return Service(
         tier=tier.name,
         weight=tier.weight,

@@ -165,6 +165,8 @@ def _server(cells: Sequence[EngineStats], num_repeated: int) -> ServerSide:
     for cell in cells:
         for step in () if cell.pools is None else cell.pools.steps:
             by_micro_batches[step.micro_batches] += step.num_steps
+    service = next((cell.service for cell in cells if cell.service is not None), None)
+    tiers = () if service is None else service.tiers  # all cells share one policy
     return ServerSide(
         num_steps=float(num_steps),
         tokens_per_step=num_tokens / max(1, num_steps),
@@ -175,6 +177,7 @@ def _server(cells: Sequence[EngineStats], num_repeated: int) -> ServerSide:
         predicted_experts_per_step=None,
         placement_switches=None,
         steps_by_micro_batches={str(k): float(v) for k, v in sorted(by_micro_batches.items())},
+        runaways={tier.tier: float(tier.num_runaways) for tier in tiers if tier.num_runaways},
     )
 
 

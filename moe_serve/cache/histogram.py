@@ -1,4 +1,4 @@
-"""Counts how often values fell between bounds: written by one thread, read by any."""
+"""Counts how often values fell between bounds. One thread writes, and any thread may read."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class KVCache:
         """Makes a cache of further layers for the same pages, and `num_more` pages that only it
         has.
 
-        Pages that are cleared, copied or checked here are so there, too. Its own pages are the
+        Clearing, copying and checking pages here does the same there. Its own pages have the
         numbers behind the last page here.
         """
         num_pages = self.num_pages + num_more
@@ -118,7 +118,7 @@ class KVCache:
 
         NaN and infinity survive a sum, so one sum per page is enough. (Finite values near the end
         of fp32 could overflow it: the page is then reported as not finite, and is only not shared.)
-        Whole numbers are finite: of pages in few bits only the scales are looked at.
+        Integers are always finite, so for pages in few bits only the scales are checked.
         """
         checked = [part for part in self.parts if part.is_floating_point()]
         verdicts: list[bool] = []

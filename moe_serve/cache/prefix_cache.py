@@ -59,7 +59,7 @@ class PagePool:
         self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> list[int]:
-        """Drops one reference to each pageand returns those that became free."""
+        """Drops one reference to each page and returns those that became free."""
         freed = []
         for page in pages:
             self._references[page] -= 1
@@ -153,7 +153,9 @@ class PrefixCache:
 
     def withdraw(self, pages: Sequence[int]) -> bool:
         """Takes a run from the root out of the tree, so that only its owner has it. Idle pages are
-        evicted first. False: others use a page of it, or pages behind it, and it stays."""
+        evicted first. Returns False if others use a page of the run, or pages behind it; then it
+        stays.
+        """
         self._evict(len(self._idle))
         for place, page in enumerate(pages):
             num_children = int(place + 1 < len(pages))  # the next page of the run
@@ -207,8 +209,8 @@ class PrefixCache:
         tokens: NDArray[np.int32],
         origin: PageOrigin = BASE_MODEL,
     ) -> int:
-        """Makes an owned page with finite values visible to others -> the page that its owner has
-        now.
+        """Makes an owned page with finite values visible to others. Returns the page that its owner
+        then has.
 
         If the same content is cached already, the owner switches to that page and releases its own.
         """
@@ -232,7 +234,7 @@ class PrefixCache:
         self.tree.remove(page)
 
     def forget(self, pages: Sequence[int]) -> list[int]:
-        """Removes the idle leaves at the end of a run from the tree -> the pages that are now
+        """Removes the idle leaves at the end of a run from the tree. Returns the pages that are now
         free.
         """
         freed: list[int] = []

@@ -99,7 +99,7 @@ class PrefixTree:
         self._key[page] = self._parent_key[page] = b""
 
     def most_alike(self, parent_key: bytes, tokens: NDArray[np.int32]) -> tuple[int, int]:
-        """Returns the child of `parent_key` that begins most like `tokens` -> (page, tokens in
+        """Returns the child of `parent_key` that begins most like `tokens`, as (page, tokens in
         common).
 
         (0, 0) if no child begins with the first of them. At most a page of tokens is compared, and

@@ -14,12 +14,12 @@ from moe_serve.errors import ConfigError
 
 
 class SharedMemory:
-    """Anonymous memory. It is freed when the last process that has opened it ends or gives it
-    up."""
+    """Anonymous memory. It is freed when the last process that has opened it closes it or ends."""
 
     def __init__(self, num_bytes: int, needed_by: str) -> None:
-        """`needed_by` names what asks for it, as the beginning of a sentence. Raises ConfigError
-        where the system has no such memory."""
+        """`needed_by` names the feature that needs it, as the beginning of a sentence. Raises
+        ConfigError if the system has no such memory.
+        """
         if not hasattr(os, "memfd_create"):
             raise ConfigError(f"{needed_by}, but this system has no memfd: it needs Linux.")
         self.num_bytes = num_bytes
@@ -40,14 +40,16 @@ class SharedMemory:
         return as_slots(self.bytes(), slot_bytes)
 
     def close(self) -> None:
-        """Gives it up; processes that have opened it keep it."""
+        """Closes the memory here; processes that have opened it keep it."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
 
 def open_memory(path: str) -> NDArray[np.uint8]:
-    """Maps the memory of another process. Raises OSError, also for a path that is no memory."""
+    """Maps the memory of another process. Raises OSError, also for a path that is not such
+    memory.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     with contextlib.closing(os.fdopen(descriptor, "r+b", buffering=0)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -56,6 +58,6 @@ def open_memory(path: str) -> NDArray[np.uint8]:
 
 
 def as_slots(memory: NDArray[np.uint8], slot_bytes: int) -> NDArray[np.uint8]:
-    """Divides memory into slots, [slots, bytes of a slot]; a rest is left over."""
+    """Divides memory into slots, [slots, bytes of a slot]. A remainder stays unused."""
     count = len(memory) // slot_bytes
     return memory[: count * slot_bytes].reshape(count, slot_bytes)

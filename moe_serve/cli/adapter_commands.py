@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from moe_serve.cli.console import interrupted_by_terminate
 from moe_serve.cli.options import REQUIRED, argument, option, with_options
 from moe_serve.cli.predictor.predictor import progress_bar
 from moe_serve.errors import ConfigError
 
-if TYPE_CHECKING:  # it imports torch, which is slow to start
+if TYPE_CHECKING:  # The import is late because it loads torch, which is slow.
     from moe_serve.adapters.bitdelta.writer import BitDeltaSize
 
 adapters = typer.Typer(no_args_is_help=True)
@@ -30,21 +31,28 @@ class MakeBitDeltaOptions:
     tuned: Path = argument(REQUIRED, help="Folder of the fine-tuned checkpoint.")
     out: Path = option(REQUIRED, help="Folder to write; it must not exist.")
     scales: str = option(
-        "matrix", help="matrix: one scale for each matrix. row: one for each of its rows."
+        "matrix",
+        help=(
+            "Number of scales: matrix (one for each matrix) or row (one for each row of a matrix)."
+        ),
     )
     texts: list[Path] | None = option(
         None,
         help="Text file or folder to fit the scales to, so that the adapter predicts what the "
         "fine-tune predicts. May be given more than once.",
     )
-    steps: int = option(100, min=1, help="Steps of the fit, of 4 texts with 128 tokens each.")
+    steps: int = option(
+        100, min=1, help=("Number of steps of the fit. Each step uses 4 texts of 128 tokens.")
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertBitDeltaOptions:
     """Options of `adapters convert-bitdelta`."""
 
-    file: Path = argument(REQUIRED, help="File of torch.save with masks and coefficients.")
+    file: Path = argument(
+        REQUIRED, help=("File written by torch.save that contains masks and coefficients.")
+    )
     base: str = argument(REQUIRED, help="Folder or name of the base model.")
     out: Path = option(REQUIRED, help="Folder to write; it must not exist.")
 
@@ -54,7 +62,7 @@ class MergeOptions:
     """Options of `adapters merge`."""
 
     base: str = argument(REQUIRED, help="Folder or name of the base model.")
-    adapter: Path = argument(REQUIRED, help="Folder of a LoRA or an ESFT.")
+    adapter: Path = argument(REQUIRED, help="Folder of a LoRA, an ESFT or a BitDelta adapter.")
     out: Path = option(REQUIRED, help="Folder to write; it must not exist.")
 
 
@@ -66,12 +74,12 @@ def _group() -> None:
 @adapters.command("make-bitdelta")
 @with_options(MakeBitDeltaOptions)
 def make(options: MakeBitDeltaOptions) -> None:
-    """Stores a fine-tune as one sign for each weight, a sixteenth of its bytes.
+    """Store a fine-tune as one sign per weight, in a sixteenth of its bytes.
 
     Embeddings, norms, routers and the head are stored in full if they differ from the base model's.
     """
     if options.scales not in _SCALES:
-        raise ConfigError(f"--scales is {options.scales!r}: it is one of {', '.join(_SCALES)}.")
+        raise ConfigError(f"--scales must be one of {', '.join(_SCALES)}; got {options.scales!r}.")
 
     if options.texts:
         _distil(options, options.texts)
@@ -113,7 +121,7 @@ def _distil(options: MakeBitDeltaOptions, paths: list[Path]) -> None:
         fitted=[piece.tokens for piece in read.calibration],
         held_out=[piece.tokens for piece in read.held_out],
     )
-    with progress_bar() as report:
+    with interrupted_by_terminate(), progress_bar() as report:
         made = make_distilled(
             base,
             options.tuned.expanduser(),
@@ -141,8 +149,9 @@ def _distil(options: MakeBitDeltaOptions, paths: list[Path]) -> None:
 @adapters.command("convert-bitdelta")
 @with_options(ConvertBitDeltaOptions)
 def convert(options: ConvertBitDeltaOptions) -> None:
-    """Converts a published BitDelta file (.pt). No code of the file is run: a file with anything
-    but tensors is refused."""
+    """Convert a published BitDelta file (.pt). The command runs no code from the file: it refuses a
+    file that contains anything but tensors.
+    """
     from moe_serve.adapters.bitdelta.convert import convert_bitdelta
 
     _run(
@@ -159,11 +168,12 @@ def convert(options: ConvertBitDeltaOptions) -> None:
 @adapters.command("merge")
 @with_options(MergeOptions)
 def merge(options: MergeOptions) -> None:
-    """Merges a LoRA or an ESFT into its base model, and writes a checkpoint for servers of this
-    fine-tune alone."""
+    """Merge an adapter into its base model, and write a checkpoint for servers that serve
+    only this fine-tune.
+    """
     from moe_serve.adapters.merge import merge_adapter
 
-    with progress_bar() as report:
+    with interrupted_by_terminate(), progress_bar() as report:
         size = merge_adapter(
             _folder(options.base),
             options.adapter.expanduser(),
@@ -184,7 +194,7 @@ def _folder(name: str) -> Path:
 
 
 def _run(work: Callable[[Callable[[int, int], None]], BitDeltaSize], out: Path) -> None:
-    with progress_bar() as report:
+    with interrupted_by_terminate(), progress_bar() as report:
         size = work(lambda done, total: report(f"{done} of {total} tensors", done / total))
     _tell(size, out)
 

@@ -42,7 +42,7 @@ def _group() -> None:
 @cache.command()
 @with_options(CacheReportOptions)
 def stat(options: CacheReportOptions) -> None:
-    """Shows the models whose pages are in the folder, and the space that they take.
+    """Show the models whose pages are in the folder, and the space that they take.
 
     A server may use the folder at the same time.
     """
@@ -52,7 +52,7 @@ def stat(options: CacheReportOptions) -> None:
 @cache.command()
 @with_options(CacheReportOptions)
 def verify(options: CacheReportOptions) -> None:
-    """Reads every page and checks that its bytes are those that were written.
+    """Read every page and check that its bytes are those that were written.
 
     The exit code is 1 if a page is damaged. A server never uses a damaged page.
     """
@@ -64,7 +64,7 @@ def verify(options: CacheReportOptions) -> None:
 @cache.command()
 @with_options(FolderOptions)
 def clear(options: FolderOptions) -> None:
-    """Removes all pages in the folder. No server may use it at the same time."""
+    """Remove all pages in the folder. No server may use it at the same time."""
     from moe_serve.cache.tiers.disk_report import clear as clear_folder
 
     taken = clear_folder(options.folder)

@@ -54,14 +54,12 @@ class CalibrateOptions:
 
 @with_options(CalibrateOptions)
 def calibrate(options: CalibrateOptions) -> None:
-    """Measures how long attention, experts and transfers take on this machine.
+    """Measure how long attention, experts and transfers take on this machine.
 
     `moe-serve plan --calibration FILE` uses the measured times to compare layouts.
     """
     if options.device not in _DEVICES:
-        raise ConfigError(
-            f"device cannot be {options.device!r}: it is one of {', '.join(_DEVICES)}."
-        )
+        raise ConfigError(f"device must be one of {', '.join(_DEVICES)}; got {options.device!r}.")
     out = options.out.expanduser()
     check_output(out)
 

@@ -23,7 +23,10 @@ Number = Annotated[int, typer.Argument(help="Number of the cell.", min=0)]
 What = Annotated[
     str, typer.Argument(help="Number of a cell, or a rank such as cell-1/attention-0.")
 ]
-Wait = Annotated[bool, typer.Option(help="Wait until it is done, or has failed.")]
+Wait = Annotated[
+    bool,
+    typer.Option(help=("Wait until the cell serves or has left, or until the change has failed.")),
+]
 
 
 @cells.command(name="list")
@@ -42,21 +45,33 @@ def add(
         bool,
         typer.Option(
             "--by-hand",
-            help="Let the server wait for ranks that you start, by commands that are shown.",
+            help=(
+                "Print the commands that start the ranks, and let the server wait until you have "
+                "run them."
+            ),
         ),
     ] = False,
     node: Annotated[
         str | None,
         typer.Option(
-            help="Node of a launch on which its ranks run. Default: any with free places."
+            help=(
+                "Node of the launch on which the cell's ranks run. Default: any node with free "
+                "places."
+            )
         ),
     ] = None,
     number: Annotated[
         int | None,
-        typer.Option(help="Number of the new cell: makes the command safe to repeat.", min=0),
+        typer.Option(
+            help=(
+                "Number of the new cell. Repeating the command with the same number does not add a "
+                "second cell."
+            ),
+            min=0,
+        ),
     ] = None,
 ) -> None:
-    "Start the ranks of one more cell beside the others, and let it serve when they have loaded."
+    "Start the ranks of one more cell beside the others. The cell serves when they have loaded."
     client = _client(url, admin_key)
     body = {"shape": shape, "number": number, "by_hand": by_hand, "node": node}
     found = client.ask("POST", "cells", _FIELDS | {"cell"}, body)
@@ -81,8 +96,9 @@ def add(
 
 @cells.command()
 def remove(number: Number, url: Url = URL, admin_key: AdminKey = None, wait: Wait = True) -> None:
-    """Move the requests of a cell away, and then end its ranks. `undrain` calls it off until it has
-    no requests any more."""
+    """Move the requests of a cell away, then end its ranks. Until its last request has left,
+    `undrain` cancels the removal.
+    """
     client = _client(url, admin_key)
     found = client.ask("DELETE", f"cells/{number}", _FIELDS | {"cell"})
     name = str(found["cell"]["name"])
@@ -91,18 +107,18 @@ def remove(number: Number, url: Url = URL, admin_key: AdminKey = None, wait: Wai
         found = client.ask("GET", "cells", _FIELDS)
     _print(found)
     if wait and (state := _cell(found, name)["state"]) != "gone":
-        raise CellsError(f"{name} is {state}: its removal was called off.")
+        raise CellsError(f"{name} is {state}: its removal was cancelled.")
 
 
 @cells.command()
 def drain(what: What, url: Url = URL, admin_key: AdminKey = None) -> None:
-    "Give a cell or a rank no more requests, and move its running ones away."
+    "Send no more requests to a cell or a rank, and move its running ones away."
     _print(_client(url, admin_key).ask("POST", f"{_path(what)}/drain", _FIELDS))
 
 
 @cells.command()
 def undrain(what: What, url: Url = URL, admin_key: AdminKey = None) -> None:
-    "Let a cell or a rank take requests again. This also calls off the removal of a cell."
+    "Let a cell or a rank take requests again. This also cancels the removal of a cell."
     _print(_client(url, admin_key).ask("POST", f"{_path(what)}/undrain", _FIELDS))
 
 
@@ -127,16 +143,21 @@ def _client(url: str, key: str | None) -> AdminClient:
 
 
 def _print(found: Mapping[str, Any]) -> None:
+    nodes = found.get("nodes", ())
+    more = ("KV pages", "nodes") if nodes else ("KV pages",)
     table = Table.grid(padding=(0, 2))
-    table.add_row(*_COLUMNS, "KV pages", "", style="dim")
+    table.add_row(*_COLUMNS, *more, "", style="dim")
     for cell in found["cells"]:
         drained = ", ".join(f"{rank} drains" for rank in cell["draining_ranks"])
         away = f"cannot compute for {cell['outage_s']:g} s" if cell.get("outage_s") else ""
         rest = "; ".join(part for part in (drained, away, str(cell["note"])) if part)
         values = [str(cell[column]) for column in _COLUMNS]
-        table.add_row(*values, f"{cell['kv_used']:.0%}", rest)
+        values.append(f"{cell['kv_used']:.0%}")
+        if nodes:
+            values.append(", ".join(cell.get("nodes", ())))
+        table.add_row(*values, rest)
     wide_console().print(table)
-    for node in found.get("nodes", ()):
+    for node in nodes:
         places = "" if node["num_places"] is None else f" of {node['num_places']}"
         away = "" if node["is_there"] else ", and is away"
         typer.echo(f"node {node['name']} has {node['num_ranks']}{places} ranks{away}")

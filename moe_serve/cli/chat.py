@@ -19,7 +19,7 @@ from moe_serve.cli.server_client import NotReachedError, ServerClient, refusal, 
 from moe_serve.config.sources import API_KEY_VARIABLE
 from moe_serve.errors import ConfigError, plain
 
-MIN_TIMED_TOKENS = 8  # fewer may come in one piece, and their rate would say nothing
+MIN_TIMED_TOKENS = 8  # Fewer tokens may arrive in one piece, which says nothing about their rate.
 _LONGEST = 2000  # characters of a message from the server
 _TOKENS = (
     "content",
@@ -190,7 +190,8 @@ with contextlib.suppress(ImportError):
     import readline  # noqa: F401  (gives input() line editing and history)
 
 HELP = "/reset clears the conversation; Ctrl-C stops an answer; /exit or Ctrl-D quits."
-# A model's text must not steer the terminal: everything below the space but these two is dropped.
+# A model's text must not control the terminal: of the characters below the space, only these two
+# are kept.
 PRINTABLE_CONTROLS = (ord("\n"), ord("\t"))
 DROPPED = {code: None for code in (*range(32), *range(127, 160)) if code not in PRINTABLE_CONTROLS}
 

@@ -16,7 +16,7 @@ config = typer.Typer(no_args_is_help=True)
 
 @config.callback()
 def _group() -> None:
-    """Shows the configuration that a server would start with."""
+    """Show the configuration that a server would start with."""
 
 
 @config.command()
@@ -35,7 +35,7 @@ def show(
         bool, typer.Option("--json", help="Print the result as JSON, for scripts.")
     ] = False,
 ) -> None:
-    """Prints every configuration key with its value and its source.
+    """Print every configuration key with its value and its source.
 
     API keys are never printed; the output shows how many there are.
     """

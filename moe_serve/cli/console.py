@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderHook
 from rich.segment import Segment
@@ -71,7 +72,7 @@ def checked_output() -> Iterator[None]:
 
 @contextlib.contextmanager
 def optional_output(summary: str) -> Iterator[None]:
-    """Prints text that the process can do without; if that fails, `summary` is logged."""
+    """Prints text that is not essential. If printing fails, `summary` is logged instead."""
     try:
         yield
         sys.stdout.flush()
@@ -109,8 +110,10 @@ def _discard_output() -> None:
 
 @contextlib.contextmanager
 def ending_at_interrupt(status: int = 128 + signal.SIGINT) -> Iterator[None]:
-    """Ends the process at once at Ctrl-C while nothing is open that must be closed: while large
-    modules are imported, some of which swallow a KeyboardInterrupt and are broken afterwards."""
+    """Makes Ctrl-C end the process at once. Use it while large modules are imported: nothing is
+    open then that must be closed, and some modules swallow a KeyboardInterrupt and are broken
+    afterwards.
+    """
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not is_default or threading.current_thread() is not threading.main_thread():
         yield
@@ -120,6 +123,23 @@ def ending_at_interrupt(status: int = 128 + signal.SIGINT) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def interrupted_by_terminate() -> Iterator[None]:
+    """Makes SIGTERM a KeyboardInterrupt, so that a command removes what it has not finished."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def check_output(*paths: Path | None) -> None:
@@ -141,7 +161,7 @@ def check_output_folder(path: Path) -> None:
 
 
 def refuse_a_file(folder: Path) -> None:
-    """Raises ConfigError if --out must be a folder but is a file."""
+    """Raises ConfigError if --out is a file where a folder is needed."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(
             f"--out {folder} is a file, but it must be a folder into which the files are "
@@ -196,5 +216,5 @@ def _as_shown(cell: RenderableType) -> RenderableType:
 
 
 def counted(number: int, noun: str) -> str:
-    """ "1 node", "2 nodes"."""
+    """Returns a count with its noun, such as "1 node" or "2 nodes"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -8,8 +8,8 @@
     @with_options(TopOptions)
     def top(options: TopOptions) -> None: ...
 
-A field whose type is such a dataclass adds the fields of that one at its place, so that commands
-can share groups of options.
+If the type of a field is such a dataclass, its fields are added in place of the field, so that
+commands can share groups of options.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ _PARAMETER, _KEY, _NAMES = "parameter", "key", "names"
 
 
 def option(default: T, *flags: str, key: str = "", **how: Any) -> T:
-    """Declares an option; `how` goes to `typer.Option`. `key` is the configuration key that it
-    sets, if it is a setting. The default may be REQUIRED."""
+    """Declares an option. `how` is passed to `typer.Option`. `key` is the configuration key that
+    the option sets, if it sets one. The default may be REQUIRED.
+    """
     return _declared(default, typer.Option(*flags, **how), key, flags)
 
 
@@ -44,8 +45,9 @@ def _declared(default: T, parameter: object, key: str, names: tuple[str, ...] = 
 
 
 def with_options(kind: type[T]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command the parameters that `kind` declares. The command takes the options as
-    `options`, and beside them only a typer.Context."""
+    """Gives a command the parameters that `kind` declares. The command takes `options` of that
+    kind, and may also take a typer.Context.
+    """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
@@ -69,7 +71,7 @@ def with_options(kind: type[T]) -> Callable[[Callable[..., None]], Callable[...,
 
 
 def settings(options: object) -> dict[str, object]:
-    """Returns the options that set a key of the configuration and were given: {key: value}."""
+    """Returns {key: value} for the given options that set a configuration key."""
     return {flag.key: value for flag, value in _given(options)}
 
 

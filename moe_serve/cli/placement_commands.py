@@ -47,8 +47,7 @@ def rebalance(
         bool, typer.Option(help="Wait until the plan is rejected or the experts have moved.")
     ] = True,
 ) -> None:
-    """Plans a new placement from recent loads now. Experts move only if the gain is large
-    enough."""
+    """Plan a new placement from recent loads now. Experts move only if the gain is large enough."""
     client = _client(url, admin_key)
     found = client.ask("POST", _path("placement/rebalance", cell), _STATUS)
     while wait and found["state"] != "idle":
@@ -65,8 +64,9 @@ def apply(
     cell: Cell = None,
     wait: Annotated[bool, typer.Option(help="Wait until the experts have moved.")] = True,
 ) -> None:
-    """Puts a plan into effect on a running server. The experts move while the server answers
-    requests."""
+    """Put a plan into effect on a running server. The experts move while the server answers
+    requests.
+    """
     content = _read(file)
     client = _client(url, admin_key)
     found = client.ask("POST", _path("placement/plan", cell), _STATUS, content)

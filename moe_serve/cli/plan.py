@@ -28,7 +28,7 @@ BATCH = "A steady batch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteadyOptions:
-    """Options about a batch that decodes for ever."""
+    """Options about a steady batch: a fixed number of sequences that decode all the time."""
 
     max_tpot_ms: float | None = option(
         None,
@@ -88,7 +88,7 @@ class PlanOptions:
 
 @with_options(PlanOptions)
 def plan(options: PlanOptions) -> None:
-    """Compares layouts of a model on several devices and recommends one.
+    """Compare layouts of a model on several devices and recommend one.
 
     For a workload (--trace or --request-rate): search layouts on the devices of --fleet, or on
     --devices like a calibrated one, simulate the best, and recommend the cheapest that keeps --slo.

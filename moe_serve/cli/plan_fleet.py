@@ -35,13 +35,16 @@ _DEFAULT_SLO = "ttft=2s,tpot=50ms"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """Options about the devices that can be had, and the limits to keep."""
+    """Options about the available devices and the limits to keep."""
 
     fleet: str | None = option(
         None,
         metavar="TYPE:N@PRICE,...",
-        help="Devices that can be had: types from configs/devices or YAML files, with their number "
-        "and the price of a device and hour, such as h100:64@2.50,h20:32@0.90. Needs --model.",
+        help=(
+            "Available devices, as TYPE:NUMBER@PRICE: a type from configs/devices or a YAML file, "
+            "the number of devices, and the price of one device for an hour, such as "
+            "h100:64@2.50,h20:32@0.90. Needs --model."
+        ),
         rich_help_panel=FLEET,
     )
     model: str | None = option(
@@ -59,8 +62,10 @@ class FleetOptions:
     routing: Path | None = option(
         None,
         metavar="FILE",
-        help="Trace of the routers' choices or file of expert loads, for the number of experts "
-        "that a batch activates. Default: equally popular experts.",
+        help=(
+            "Trace of the routers' choices or file of expert loads. It gives the number of "
+            "experts that a batch activates. Default: all experts are equally popular."
+        ),
         rich_help_panel=FLEET,
     )
     slo: str = option(
@@ -88,7 +93,11 @@ class FleetOptions:
         rich_help_panel=FLEET,
     )
     certify: int = option(
-        10, min=1, max=100, help="Number of fleets to simulate.", rich_help_panel=FLEET
+        10,
+        min=1,
+        max=100,
+        help=("Number of candidate fleets to check by simulation."),
+        rich_help_panel=FLEET,
     )
     seed: int = option(
         0,
@@ -161,8 +170,8 @@ def _offers(
     if calibration is not None:
         if options.fleet is not None or options.model is not None or options.routing is not None:
             raise ConfigError(
-                "--calibration has the model, its experts and this machine: leave out --fleet, "
-                "--model and --routing."
+                "--calibration already describes the model, its experts and this machine: leave "
+                "out --fleet, --model and --routing."
             )
         if devices is None:
             raise ConfigError("--calibration takes --devices N, the number of devices like it.")
@@ -170,10 +179,13 @@ def _offers(
     if options.fleet is None or options.model is None:
         raise ConfigError("give --fleet and --model, or --calibration and --devices.")
     if devices is not None or memory is not None:
-        raise ConfigError("--devices and --memory-bytes are for --calibration: --fleet has them.")
+        raise ConfigError(
+            "--devices and --memory-bytes only apply to --calibration: leave them out, because "
+            "--fleet states both."
+        )
     if options.precision not in ("auto", "bfloat16", "fp8"):
         raise ConfigError(
-            f"precision cannot be {options.precision!r}: it is one of auto, bfloat16, fp8."
+            f"precision must be one of auto, bfloat16, fp8; got {options.precision!r}."
         )
     shape = read_model_shape(find_model(options.model), options.precision)  # type: ignore[arg-type]
     return read_fleet(options.fleet, shape, options.routing)
@@ -188,7 +200,7 @@ def _demand(options: FleetOptions, lengths: LengthOptions, trace: TraceOptions) 
     if rate is None and trace.trace is None:
         raise ConfigError("give the load: --trace FILE, or --request-rate R.")
     if rate is not None and not math.isfinite(rate):
-        raise ConfigError(f"--request-rate takes a finite number, not {rate}.")
+        raise ConfigError(f"--request-rate must be a finite number, got {rate}.")
     arrivals = ArrivalOptions(
         rate=rate if trace.trace is None else None,
         requests=options.requests or _DEFAULT_REQUESTS,
@@ -198,7 +210,8 @@ def _demand(options: FleetOptions, lengths: LengthOptions, trace: TraceOptions) 
     slots = list(workload_of(load, options.seed).slots())
     if any(slot.prompt is not None for slot in slots):
         raise ConfigError(
-            "the trace has texts, which a plan cannot count in tokens: give one with lengths."
+            "the trace has texts instead of token counts, which a plan needs: give a trace with "
+            "lengths."
         )
     if rate is not None and trace.trace is not None and slots[-1].at_s > 0:
         scale = (len(slots) / slots[-1].at_s) / rate

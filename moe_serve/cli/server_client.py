@@ -1,4 +1,4 @@
-"""The HTTP clients of the commands that talk to a running server, and their errors in words."""
+"""The HTTP clients of the commands that talk to a running server. Errors become sentences."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ServerClient:
         self._client.close()
 
     def authorise(self, key: str) -> None:
-        """Sends a key that may hold any character; requests fail if the server could not get it."""
+        """Adds a key, which may contain any character. Requests fail if HTTP cannot carry it."""
         self._client.headers = httpx.Headers([(b"Authorization", b"Bearer " + key.encode())])
 
     def request(
@@ -198,8 +198,9 @@ class AdminClient:
         *,
         or_fields: frozenset[str] | None = None,
     ) -> Mapping[str, Any]:
-        """Returns the server's answer, which must have these fields, or the other ones. If the
-        server cannot be reached, the command ends with exit code 1."""
+        """Returns the server's answer, which must have all of these fields or all of the other
+        ones. If the server cannot be reached, the command ends with exit code 1.
+        """
         try:
             with self._client() as client:
                 answer = client.request(method, f"/admin/{path}", body)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @with_options(SimulateOptions)
 def simulate(options: SimulateOptions) -> None:
-    """Predicts how a cluster would serve a workload: latency, throughput and goodput.
+    """Predict how a cluster would serve a workload: latency, throughput and goodput.
 
     The server's own engines and schedulers run on a virtual clock; a cost model gives the time of
     each step. Give --model and --device for published hardware, or --calibration for this machine.
@@ -36,7 +36,9 @@ def simulate(options: SimulateOptions) -> None:
 
     out = options.report
     if out.save_requests and out.json is None:
-        raise BenchError("--save-requests takes --json FILE, into which they go.")
+        raise BenchError(
+            "--save-requests needs --json FILE, the report into which the requests are written."
+        )
     for path in (out.json, options.timeline):
         if path is not None and not path.absolute().parent.is_dir():
             raise BenchError(f"cannot write {path}: its folder does not exist.")
@@ -120,7 +122,10 @@ def _workload(options: SimulateOptions) -> Workload:
     if arrivals.duration is not None and (
         arrivals.concurrency is not None or (arrivals.rate, trace) == (None, None)
     ):
-        raise BenchError("--duration belongs to --rate or --trace: else give --requests.")
+        raise BenchError(
+            "--duration only applies to --rate and --trace: leave it out, or give --requests "
+            "instead."
+        )
     workload = workload_of(options.load, options.seed, tiers=options.tiers.tiers)
     if workload.is_open and workload.arrivals is None and workload.trace is None:
         return replace(workload, concurrency=workload.num_requests)
@@ -132,7 +137,10 @@ def _check_deadlines(options: SimulateOptions) -> None:
     if options.tiers.tiers is None:
         for name, value in option_values(options.deadlines).items():
             if name != "order" and value != getattr(DeadlineOptions(), name):
-                raise BenchError(f"--{name.replace('_', '-')} belongs to --tiers FILE.")
+                raise BenchError(
+                    f"--{name.replace('_', '-')} only applies with --tiers FILE: give --tiers, or "
+                    "leave it out."
+                )
     load = options.load
     if options.of_capacity is not None and (
         load.trace.trace is None

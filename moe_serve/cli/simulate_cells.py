@@ -1,4 +1,4 @@
-"""The part of `moe-serve simulate` for cells under one coordinator."""
+"""Simulates cells under one coordinator for `moe-serve simulate --cells`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ _GIGA = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterCosts:
-    """Costs a model in any layout, and its KV pages on links between so many devices."""
+    """Gives the costs of a model in any layout, and of sending its KV pages over the links between
+    devices.
+    """
 
     of_layout: Callable[[Layout], CostedModel]
     page_speed: Callable[[int], PageSpeed]
@@ -46,8 +48,8 @@ def costs_of(cluster: SimulatedCluster) -> ClusterCosts:
     if cluster.calibration is not None:
         if (cluster.model, cluster.device, cluster.routing) != (None, None, None):
             raise ConfigError(
-                "--calibration has the model, its experts and this machine: leave out --model, "
-                "--device and --routing."
+                "--calibration already describes the model, its experts and this machine: leave "
+                "out --model, --device and --routing."
             )
         measured = read_calibration(cluster.calibration)
         return ClusterCosts(
@@ -66,7 +68,7 @@ def costs_of(cluster: SimulatedCluster) -> ClusterCosts:
 
 
 def check_cells(options: SimulateOptions) -> None:
-    """Refuses options that contradict --cells, or that would do nothing without it."""
+    """Refuses options that contradict --cells or that have no effect without it."""
     cells, cluster, usual = options.cells, options.cluster, SimulatedCluster()
     if cells.cells is None:
         _refuse_changed(cells, CellsOptions(), "belongs to --cells LAYOUT")
@@ -74,11 +76,13 @@ def check_cells(options: SimulateOptions) -> None:
     for name in ("devices", "layout", "tensor_shards"):
         if getattr(cluster, name) != getattr(usual, name):
             raise ConfigError(
-                f"--{name.replace('_', '-')} is in --cells: leave it out, as --cells has the "
-                "devices of every cell."
+                f"leave --{name.replace('_', '-')} out: --cells states the devices of every cell."
             )
     if cells.own_machines and cluster.calibration is None:
-        raise ConfigError("--own-machines belongs to --calibration FILE.")
+        raise ConfigError(
+            "--own-machines only applies to --calibration FILE: give it, or leave --own-machines "
+            "out."
+        )
     if options.of_capacity is not None and cells.autoscale is not None:
         raise ConfigError(
             "--load is a share of the capacity of a fixed number of cells: leave --autoscale out, "
@@ -95,7 +99,9 @@ def check_cells(options: SimulateOptions) -> None:
         )
         _refuse_changed(unscaled, usual_cells, "belongs to --autoscale")
     elif cells.plan_out is not None and cells.autoscale is not AutoscaleChoice.PLANNED:
-        raise ConfigError("--plan-out belongs to --autoscale planned.")
+        raise ConfigError(
+            "--plan-out only applies to --autoscale planned: choose that, or leave --plan-out out."
+        )
 
 
 def _refuse_changed(cells: CellsOptions, usual: CellsOptions, why: str) -> None:
@@ -121,7 +127,9 @@ def with_cells(run: SimulatedRun, cells: CellsOptions, costs: ClusterCosts) -> S
     plans = tuple(costed_plans(shapes, costs.of_layout, limits))
     num_devices = sum(plan.layout.num_cell_devices for plan in plans)
     if num_devices > MAX_DEVICES:
-        raise ConfigError(f"--cells takes {num_devices} devices: use at most {MAX_DEVICES}.")
+        raise ConfigError(
+            f"--cells needs {num_devices} devices, but at most {MAX_DEVICES} can be simulated."
+        )
     speed = costs.page_speed(num_devices)
     if cells.page_link is not None:
         speed = replace(speed, device_bytes_per_s=cells.page_link * _GIGA)
@@ -148,8 +156,9 @@ def with_cells(run: SimulatedRun, cells: CellsOptions, costs: ClusterCosts) -> S
 
 
 def _shares_machine(plans: Sequence[CellPlan], cells: CellsOptions, costs: ClusterCosts) -> bool:
-    """Returns True if the cells run on one machine. Raises ConfigError if it was not measured how
-    much of it they take."""
+    """Returns True if the cells share one machine. Raises ConfigError if the calibration did not
+    measure how much of the machine they use.
+    """
     if not costs.is_calibrated or cells.own_machines or len(plans) == 1:
         return False
     unknown = dict.fromkeys(p.shape for p in plans if p.model.machine_share is None)
@@ -166,7 +175,9 @@ def _shares_machine(plans: Sequence[CellPlan], cells: CellsOptions, costs: Clust
 
 
 def _shapes(cells: CellsOptions) -> Sequence[CellShape]:
-    """Returns the cells; with --max-cells so many of each role, alike in turn."""
+    """Returns the cells. With --max-cells, each role has that many cells, which repeat the given
+    shapes in turn.
+    """
     assert cells.cells is not None, "there are cells"
     shapes = parse_cells(cells.cells, "--cells", is_simulated=True)
     if cells.max_cells is None:

@@ -110,14 +110,18 @@ class SimulatedCluster:
     routing: Path | None = option(
         None,
         metavar="FILE",
-        help="Trace of the routers' choices or file of expert loads, for the number of experts "
-        "that a batch activates. Default: equally popular experts.",
+        help=(
+            "Trace of the routers' choices or file of expert loads. It gives the number of "
+            "experts that a batch activates. Default: all experts are equally popular."
+        ),
         rich_help_panel=CLUSTER,
     )
     scatter: bool = option(
         True,
-        help="Let the times of steps vary as those of the calibration did, in layouts of one "
-        "device per cell and in those that --layouts measured.",
+        help=(
+            "Let the times of steps vary as they did in the calibration. Applies to layouts with "
+            "one device per cell and to those that `calibrate --layouts` measured."
+        ),
         rich_help_panel=CLUSTER,
     )
     memory_bytes: str | None = option(
@@ -143,7 +147,10 @@ class CellsOptions:
     )
     hand_over: HandOverChoice = option(
         HandOverChoice.AUTO,
-        help="Prompts to prefill cells: auto, if that is predicted to be faster; always; or off.",
+        help=(
+            "Which prompts go to prefill cells: auto (those for which this is predicted to be "
+            "faster), always or off."
+        ),
         rich_help_panel=CELLS,
     )
     page_link: float | None = option(
@@ -151,7 +158,7 @@ class CellsOptions:
         min=1e-6,
         max=1e6,
         show_default="the device's links; with --calibration the measured ones",
-        help="GB per second at which a device sends KV pages to other cells.",
+        help="Speed at which a device sends KV pages to other cells, in GB per second.",
         rich_help_panel=CELLS,
     )
     own_machines: bool = option(
@@ -163,19 +170,25 @@ class CellsOptions:
     )
     autoscale: AutoscaleChoice | None = option(
         None,
-        help="How many of the cells there are: static, all; target, by their utilisation; planned, "
-        "by a forecast and a plan; oracle, by the requests that will come; learnt, by Q-learning.",
+        help=(
+            "Rule for the number of running cells: static (all cells run), target (follows the "
+            "utilisation), planned (follows a forecast and a plan), oracle (knows the future "
+            "requests) or learnt (Q-learning)."
+        ),
         rich_help_panel=CELLS,
     )
     min_cells: int = option(
-        1, min=1, help="Least cells of each role, with --autoscale.", rich_help_panel=CELLS
+        1,
+        min=1,
+        help=("Smallest number of cells of each role, with --autoscale."),
+        rich_help_panel=CELLS,
     )
     max_cells: int | None = option(
         None,
         min=1,
         max=64,
         show_default="as many as --cells has",
-        help="Most cells of each role, with --autoscale.",
+        help="Largest number of cells of each role, with --autoscale.",
         rich_help_panel=CELLS,
     )
     cell_start: float = option(
@@ -196,21 +209,30 @@ class CellsOptions:
         None,
         min=0.01,
         max=1.0,
-        help="Utilisation that target aims at: requests over seats (--max-num-seqs). Default: the "
-        "largest that keeps --slo in a simulation of two cells; without --slo 0.7.",
+        help=(
+            "With --autoscale target: utilisation to aim at, as requests divided by seats "
+            "(--max-num-seqs). Default: the largest one that meets --slo in a simulation of two "
+            "cells, or 0.7 without --slo."
+        ),
         rich_help_panel=CELLS,
     )
     plan_out: Path | None = option(
         None,
         metavar="FILE",
-        help="File for the plan of --autoscale planned, for cells.scale_plan of a server.",
+        help=(
+            "File for the plan that --autoscale planned makes. A server reads it through the key "
+            "cells.scale_plan."
+        ),
         rich_help_panel=CELLS,
     )
     train_days: int = option(
         8,
         min=1,
         max=1000,
-        help="Days like the simulated one from which learnt learns before.",
+        help=(
+            "With --autoscale learnt: number of training days, like the simulated one, before the "
+            "simulated day."
+        ),
         rich_help_panel=CELLS,
     )
 
@@ -249,7 +271,9 @@ class EngineOptions:
         16, min=1, max=4096, help="Number of tokens in a KV page.", rich_help_panel=LIMITS
     )
     prefix_cache: bool = option(
-        True, help="Share the KV pages of common beginnings.", rich_help_panel=LIMITS
+        True,
+        help=("Share KV pages between prompts that begin with the same tokens."),
+        rich_help_panel=LIMITS,
     )
     batch_policy: PolicyChoice = option(
         PolicyChoice.FIFO, help="Batch policy of the scheduler.", rich_help_panel=LIMITS
@@ -259,7 +283,7 @@ class EngineOptions:
         min=1,
         max=4,
         show_default="chosen in each step",
-        help="Number of micro-batches of a step with several ranks.",
+        help="Number of micro-batches into which a step on several ranks is split.",
         rich_help_panel=LIMITS,
     )
 
@@ -270,44 +294,55 @@ class DeadlineOptions:
 
     order: OrderChoice = option(
         OrderChoice.AUTO,
-        help="Which waiting request starts first; auto: atc with tiers, else priority.",
+        help=(
+            "Order in which waiting requests start: fifo (order of arrival), priority, edf "
+            "(earliest deadline first), atc (earliest deadline weighed against the remaining "
+            "work) or auto (atc with tiers, else priority)."
+        ),
         rich_help_panel=DEADLINES,
     )
     patience: float = option(
         2.0,
         min=0.01,
         max=3600.0,
-        help="atc: seconds before its deadline at which a request becomes urgent.",
+        help="With --order atc: seconds before its deadline at which a request becomes urgent.",
         rich_help_panel=DEADLINES,
     )
     max_wait: float = option(
         90.0,
         min=0.1,
         max=604800.0,
-        help="edf and atc: seconds of waiting after which a request goes first.",
+        help="With --order edf or atc: seconds of waiting after which a request goes first.",
         rich_help_panel=DEADLINES,
     )
     late: LateChoice = option(
         LateChoice.KEEP,
-        help="edf and atc: what happens to requests that can no longer meet their target. keep: "
-        "their place in the order; demote: they go last.",
+        help=(
+            "With --order edf or atc: treatment of requests that can no longer meet their target: "
+            "keep (they keep their place in the order) or demote (they go last)."
+        ),
         rich_help_panel=DEADLINES,
     )
     preempt: PreemptChoice = option(
         PreemptChoice.MEMORY,
-        help="When running requests give way. memory: only when pages are short; deadline: also "
-        "for an urgent request when all seats are taken.",
+        help=(
+            "When running requests are interrupted: memory (only when KV pages run out) or "
+            "deadline (also for an urgent request when all seats are taken)."
+        ),
         rich_help_panel=DEADLINES,
     )
     step_budget: BudgetChoice = option(
         BudgetChoice.AUTO,
-        help="Tokens of prompts in a step. fixed: up to --max-batched-tokens; slack: as many as "
-        "the tpot_s of running requests allows; auto: slack if a tier has tpot_s.",
+        help=(
+            "Number of prompt tokens in a step: fixed (up to --max-batched-tokens), slack (as "
+            "many as the tpot_s of the running requests allow) or auto (slack if a tier has "
+            "tpot_s, else fixed)."
+        ),
         rich_help_panel=DEADLINES,
     )
     strict: bool = option(
         False,
-        help="Requests are strict: those whose targets cannot be met are refused.",
+        help="Make all requests strict: the server refuses those whose targets it cannot meet.",
         rich_help_panel=DEADLINES,
     )
 
@@ -327,17 +362,21 @@ class SimulateOptions:
         "--load",
         min=0.001,
         max=1000.0,
-        help="Speed of the trace, as a share of the capacity: the highest rate at which the queue "
-        "of a server in order of arrival is stable. 1.2 is more than it can serve. Replaces the "
-        "times' scale.",
+        help=(
+            "Speed of the trace as a share of the server's capacity, the highest rate at which "
+            "its queue does not grow with --order fifo; 1.2 is more than it can serve. Replaces "
+            "--scale-time."
+        ),
         rich_help_panel=LOAD,
     )
     report: ReportOptions
     timeline: Path | None = option(
         None,
         metavar="FILE",
-        help="JSON file for the steps of all cells and the requests over simulated time, for "
-        "chrome://tracing or Perfetto.",
+        help=(
+            "JSON file for a timeline of the steps and requests in all cells; chrome://tracing "
+            "and Perfetto show it."
+        ),
         rich_help_panel=RESULTS,
     )
     seed: int = option(

@@ -27,4 +27,4 @@ class CellPart:
     arena: RankArena | None = None  # likewise
     adapters: ClusterAdapters | None = None  # likewise
     policy: ServicePolicy | None = None  # of service tiers, likewise
-    join_s: float = JOIN_S  # for its ranks to connect
+    join_s: float = JOIN_S  # address to which its ranks connect

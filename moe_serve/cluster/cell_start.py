@@ -37,14 +37,16 @@ from moe_serve.engine.schedule.policy.rank_load import RankLoads
 from moe_serve.errors import ConfigError
 from moe_serve.model.load.weight_reader import LoadProgress
 
-_PATIENCE_S = 0.5  # without a rank that all steps need, until the requests move to other cells
+# After this many seconds without a rank that every step needs, requests move to other cells.
+_PATIENCE_S = 0.5
 _ALIKE = ("kernels", "build", "device", "dtype", "expert_weights", "kv_dtype")
 
 
 @dataclass(frozen=True, slots=True)
 class NewCell:
-    """A cell whose ranks are to be started. `first_place`: that of its ranks on this host; each
-    place is that of a GPU. `node`: see `CellPlace`."""
+    """A cell whose ranks will be started. `first_place` is the first place of its ranks on this
+    host; each place has its GPU. For `node` see `CellPlace`.
+    """
 
     index: int
     shape: CellShape
@@ -56,7 +58,7 @@ StarterOfCell = Callable[[NewCell], MakeStarter]
 
 
 def local_starter(cell: NewCell) -> MakeStarter:
-    """Returns what starts the ranks of a cell on this host."""
+    """Returns the starter of the ranks of a cell on this host."""
     return lambda host, port, secret, num_threads: LocalStarter(
         host, port, secret, num_threads, cell=cell_name(cell.index), first_place=cell.first_place
     )
@@ -84,7 +86,7 @@ class CellShared:
     """Everything that the cells of a server have in common. It is closed after them."""
 
     def __init__(self, config: EngineConfig, model: ClusterModel) -> None:
-        """`model`: of any cell. Raises ConfigError."""
+        """`model` is that of any cell. Raises ConfigError."""
         self.config = config
         self.ids, self.step_numbers = itertools.count(), itertools.count(1)
         self.news = threading.Event()
@@ -108,7 +110,9 @@ class CellShared:
             self.close = opened.pop_all().close
 
     def witnesses(self) -> dict[str, RankWitness | None]:
-        """Returns what reports the activity of each cell, by its name. On any thread."""
+        """Returns the reporter of each cell's activity, by the cell's name. Safe from any
+        thread.
+        """
         return {cell_name(index): start.ranks.witness for index, start in self.starts.items()}
 
 
@@ -126,8 +130,9 @@ class StartingCell:
         is_later: bool = False,
         node: str | None = None,
     ) -> None:
-        """`starter_of` None: its ranks are started by hand. `is_later`: the server runs already.
-        `node`: see `CellPlace`. Raises ConfigError."""
+        """With `starter_of` None the ranks are started by hand. `is_later` means that the server
+        already runs. For `node` see `CellPlace`. Raises ConfigError.
+        """
         self.index, self.shape, self.model, self._shared = index, shape, model, shared
         self.max_model_len: int | None = None  # once it serves
         self._hand: HandStarter | None = None
@@ -149,7 +154,7 @@ class StartingCell:
             raise
 
     def _open(self, starter_of: StarterOfCell | None, *, is_later: bool) -> None:
-        """Makes its parts. What is made is closed with it."""
+        """Makes the cell's parts. They are closed with the cell."""
         shared, model = self._shared, self.model
         self._parts.callback(shared.kv_events.close_ranks, self._attention)
         if is_later:  # those of the first cells are open
@@ -219,7 +224,7 @@ class StartingCell:
         self.ranks.start(self._make_starter, note)
 
     def serve(self) -> Cell:
-        """Makes the engine over its ranks, which have loaded, and the cell."""
+        """Makes the engine over its loaded ranks, and the cell."""
         shared = self._shared
         own = RouteListeners(shared.routes)  # its placement follows its own rows
         engine = self.ranks.engine(self.watch, own, self._make_policy, plan_in_process)
@@ -240,8 +245,8 @@ class StartingCell:
         if (self.max_model_len or 0) < most:
             cell.close()
             raise ConfigError(
-                f"{cell.name} has room for sequences of {self.max_model_len} tokens only, and the "
-                f"server takes {most}: give its ranks more KV pages, or memory."
+                f"{cell.name} has room only for sequences of {self.max_model_len} tokens, but the "
+                f"server accepts {most}: give its ranks more KV pages, or memory."
             )
         return cell
 

@@ -38,7 +38,7 @@ class LaterCells:
         starter_of: StarterOfCell,
         nodes: LaunchNodes | None = None,
     ) -> None:
-        """`model`: that of any cell. `nodes`: None: ranks run on this machine."""
+        """`model` is that of any cell. With `nodes` None, ranks run on this machine."""
         self._shared, self._model, self._starter_of, self._nodes = shared, model, starter_of, nodes
 
     def check(self, shapes: Sequence[CellShape], place: CellPlace) -> None:
@@ -49,8 +49,8 @@ class LaterCells:
         self._check_shape(shapes[-1])
         if place.by_hand and place.node is not None:
             raise CellsError(
-                f"node is {place.node!r} and by_hand is true, but operators choose the machine of "
-                "ranks that they start: leave one of the two out."
+                f"node is {place.node!r} and by_hand is true, which contradict each other: "
+                "operators who start ranks by hand choose their machine. Leave one of the two out."
             )
         if place.by_hand and self._shared.own_secret is None:
             raise CellsError(

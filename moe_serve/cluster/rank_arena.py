@@ -19,7 +19,7 @@ from moe_serve.engine.schedule.arena_tier import ArenaTier, RankCopies
 from moe_serve.engine.schedule.kv_tier import MakeTier
 
 _NEEDED_BY = "cache.memory_tier_bytes or cache.disk_path is set for attention ranks"
-_STAGING_BYTES = 2**30  # of the memory in front of a disk; only what is used is taken
+_STAGING_BYTES = 2**30  # size of the memory in front of a disk; only the used part takes memory
 
 
 class RankArena:
@@ -27,7 +27,7 @@ class RankArena:
     or a disk tier."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Raises ConfigError where the system has no such memory."""
+        """Raises ConfigError if the system has no such memory."""
         self._config, num_bytes = config, config.cache.memory_tier_bytes
         if num_bytes is None and config.cache.disk_path is not None:
             num_bytes = _STAGING_BYTES
@@ -42,8 +42,9 @@ class RankArena:
         return "" if self._memory is None else self._memory.path
 
     def open(self, model_folder: Path, report: LoadReport, reports: Sequence[LoadReport]) -> None:
-        """Divides the memory into slots, and opens the disk. `report`: of any attention rank;
-        `reports`: of all ranks of a cell. Later calls, of other cells, change nothing.
+        """Divides the memory into slots, and opens the disk. `report` is that of any attention
+        rank, and `reports` are those of all ranks of a cell. Later calls, by other cells, change
+        nothing.
 
         Raises ConfigError if the memory is too small for the pages, or the folder cannot be used.
         """
@@ -73,7 +74,7 @@ class RankArena:
         self._disk = ArenaDisk(index, slots, store, page_size, REAL_CLOCK)
 
     def tier_maker(self, executor: RemoteExecutor) -> MakeTier | None:
-        """Returns what makes the tier of a rank's engine; None without a tier."""
+        """Returns the function that makes the tier of a rank's engine; None without a tier."""
         if self._index is None:
             return None
         index, disk, after_s = self._index, self._disk, self._config.cache.checkpoint_after_s
@@ -86,7 +87,9 @@ class RankArena:
             self._disk.wait()
 
     def close(self) -> None:
-        """Stores what is in the memory and not on the disk yet, at most for some seconds."""
+        """Writes the pages that are in the memory but not on the disk yet, for at most some
+        seconds.
+        """
         disk, self._disk = self._disk, None
         if disk is not None:
             disk.close()

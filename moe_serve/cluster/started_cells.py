@@ -1,4 +1,4 @@
-"""Builds a server of several cells, each with ranks of its own, and chooses what builds the engine
+"""Builds a server of several cells, each with its own ranks, and chooses the builder for the engine
 of a configuration.
 """
 
@@ -52,7 +52,7 @@ def build_cells(
     nodes: LaunchNodes | None = None,
 ) -> BuiltEngine:
     """Starts all cells together, waits until they have loaded, and makes the engine over them.
-    `nodes`: those of a launch.
+    `nodes` are those of a launch.
 
     Raises ConfigError, CheckpointError or ClusterError with the reason why a rank cannot serve.
     """
@@ -213,7 +213,9 @@ def _last_step(cells: Sequence[Cell], shared: CellShared) -> StepTimeline | None
 
 
 def build_any_engine(config: EngineConfig, progress: LoadProgress | None = None) -> BuiltEngine:
-    """Loads the model here, or starts ranks that do: those of one cell, or of several."""
+    """Builds the configured engine: loads the model here, or starts ranks of one or several cells
+    that load it.
+    """
     shapes = cell_shapes(config)
     if len(shapes) > 1 or (shapes and (config.cells.can_grow or config.cells.is_scaled)):
         return build_cells(config, progress)

@@ -1,5 +1,5 @@
-"""Builds a cluster of ranks and the engine that drives them, from a configuration: the processes
-and everything they need here (listener, store, membership).
+"""Builds a cluster of ranks and the engine that drives them, from a configuration: the processes,
+and the listener, store and membership that they need here.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class StartedRanks:
         part: CellPart | None = None,
         secret: ClusterSecret | None = None,
     ) -> None:
-        """`parcels`, `secret`: what the ranks of several cells have in common."""
+        """`parcels` and `secret` are shared by the ranks of several cells."""
         cluster = model.config.cluster
         self._model, self._cluster, self._parcels = model, cluster, parcels
         self._part = part or CellPart()
@@ -105,8 +105,9 @@ class StartedRanks:
         self._place = MeetingPlace(store, cluster.host)
 
     def start(self, make_starter: MakeStarter, progress: LoadProgress | None) -> None:
-        """Starts the processes and waits until all have loaded; raises the error that prevents
-        it."""
+        """Starts the processes and waits until all have loaded. Raises the error that prevents
+        it.
+        """
         cluster = self._cluster
         starter = self._starter = make_starter(
             cluster.host, self._listener.port, self._secret, self._model.num_threads
@@ -216,7 +217,7 @@ class StartedRanks:
         return self._model.configure(name, version, self._arena.path, self._parcels, adapters)
 
     def close(self) -> None:
-        """Ends the ranks and stops listening. May be called again, and while they start."""
+        """Ends the ranks and stops listening. May be called several times, and while they start."""
         self._is_closed = True
         if self._steps is not None:
             self._steps.stop()
@@ -273,7 +274,9 @@ class StartedRanks:
 
 
 def adapters_of(model: ClusterModel) -> ClusterAdapters | None:
-    """Returns what loads adapters on ranks; None: the configuration has none."""
+    """Returns the object that loads adapters on ranks; None if the configuration has no
+    adapters.
+    """
     if not model.config.adapters.is_enabled:
         return None
     return ClusterAdapters(model.spec.router.num_experts, model.config.cluster.start_timeout_s)

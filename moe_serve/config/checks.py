@@ -1,4 +1,4 @@
-"""Refuses settings that contradict each other, though each is allowed by itself."""
+"""Refuses settings that contradict each other although each is allowed by itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def check_together(config: EngineConfig) -> None:
 
 
 def check_cluster(cluster: ClusterConfig) -> None:
-    """Raises ConfigError if the numbers of ranks, or what they are for, contradict each other."""
+    """Raises ConfigError if the numbers of ranks, or settings about ranks, contradict each
+    other.
+    """
     if (cluster.attention_ranks > 0) != (cluster.expert_ranks > 0):
         raise ConfigError(
             f"cluster.attention_ranks ({cluster.attention_ranks}) and cluster.expert_ranks "
@@ -54,7 +56,7 @@ def check_cluster(cluster: ClusterConfig) -> None:
 
 
 def check_cells(config: EngineConfig) -> None:
-    """Raises ConfigError for settings that a server of several cells does not take."""
+    """Raises ConfigError for settings that do not apply to a server with several cells."""
     cluster, layout = config.cluster, config.cells.layout
     for key, default in (("attention_ranks", 0), ("expert_ranks", 0), ("attention_tp", 1)):
         if getattr(cluster, key) != default:

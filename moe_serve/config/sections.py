@@ -75,6 +75,7 @@ class ModelConfig:
     """The checkpoint, and how it is held in memory."""
 
     path: str | None = None  # a folder, or a name on a hub; None: the demonstration model
+    merge_adapter: str | None = None  # folder of an adapter to merge into it at the start
     dtype: DtypeName = "auto"  # auto: the checkpoint's own
     device: DeviceName = "auto"  # auto: cuda if there is one
     kernels: KernelsName = "auto"  # auto: triton on a GPU, native on a CPU where it builds

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 
 from moe_serve.errors import ConfigError, shortened
 
-RunawaysName = Literal["demote", "end"]  # what happens to an answer over its predicted limit
+RunawaysName = Literal["demote", "end"]  # treatment of an answer over its predicted limit
 MAX_TIERS = 16
 MAX_TARGET_S = 604800.0  # a week
 TIER_RANGES: Mapping[str, tuple[float, float]] = {

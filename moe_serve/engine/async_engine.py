@@ -50,7 +50,9 @@ class AsyncEngine:
         self._is_closing = self._is_draining = False
         self._death: str | None = None
         self._last_turn = clock()  # last pass of the engine thread's loop
-        self._last_error: float | None = None  # when a request failed, not for being late
+        self._last_error: float | None = (
+            None  # when a request last failed, other than by missing its deadline
+        )
         self._next_check = 0.0
         self._queues: dict[str, DeltaQueue] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -95,7 +97,7 @@ class AsyncEngine:
         for request in requests:
             self._queues[request.request_id] = queue
         if not self._engine.has_work:
-            self._last_turn = self._clock()  # it was idle, not stuck
+            self._last_turn = self._clock()  # the engine was idle until now, not stuck
         self._num_submitted += len(requests)
         self._inbox.extend(requests)
         self._rouse()

@@ -53,17 +53,16 @@ from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.load.weight_reader import LoadProgress, OpenWeights, open_checkpoint
 from moe_serve.model.spec import ModelSpec
 from moe_serve.pipeline.exchange.next_layer import NextLayer
-from moe_serve.pipeline.fewer_experts import FewerExperts
 from moe_serve.pipeline.frames.wire import make_wire_format
 from moe_serve.pipeline.pipeline import Pipeline
 from moe_serve.pipeline.route_tap import RouteTap
 from moe_serve.pipeline.stacked_layers import StackedLayers
 from moe_serve.pipeline.timeline.stage_log import StageLog
-from moe_serve.pipeline.transport import LocalTransport
+from moe_serve.pipeline.transport import FewerExperts, LocalTransport
 
 
 def _no_nudge() -> None:
-    """Does nothing: only a step of several cells can wait while a request could start."""
+    """Does nothing. Only a step of several cells waits while a new request could start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,9 @@ class BuiltEngine:
     engine: DrivenEngine
     layout: EngineFacts
     spec: ModelSpec
-    routes: RouteListeners = field(default_factory=RouteListeners)  # receive its routing
+    routes: RouteListeners = field(
+        default_factory=RouteListeners
+    )  # objects that receive its routing
     placement: PlacementControl | None = None  # None: no expert ranks, or several cells
     cell_placements: CellPlacements | None = None  # None: one cell
     last_step: Callable[[], StepTimeline | None] | None = None  # None: steps are not recorded
@@ -81,10 +82,10 @@ class BuiltEngine:
     activity: ActivityReport | None = None  # for hang reports
     adapters: AdapterRegistry | None = None  # None: requests cannot name one
     cells: CellsControl | None = None  # None: there is one cell
-    # Starts autoscaling; None: the number of cells does not follow the load.
+    # starts autoscaling; None if the number of cells is fixed
     scale_with: Callable[[Callable[[], EngineStats], CellsControl], None] | None = None
-    nudge: Callable[[], None] = _no_nudge  # ends a step's wait for cells, as a request came
-    kv_events: KVEvents | None = None  # None: an engine without any
+    nudge: Callable[[], None] = _no_nudge  # ends a step's wait for cells when a request arrives
+    kv_events: KVEvents | None = None  # None: the engine has none
 
 
 def build_engine(
@@ -100,7 +101,7 @@ def build_engine(
     loader, spec, max_model_len = model.loader, model.spec, model.max_model_len
     eos, grammars = model.eos_token_ids, model.grammars()
     tap, routes, log = RouteTap(spec.router.num_experts), RouteListeners(), StageLog()
-    make_policy = policy_maker(config, model.folder, spec, routes)  # first, as it may refuse
+    make_policy = policy_maker(config, model.folder, spec, routes)  # first, because it may raise
     next_layer = open_next_layer(config, model.folder, loader)
     experts = loader.expert_stage(budget=MemoryBudget.of(config.model))
     part = model.load_attention(config)
@@ -173,7 +174,9 @@ def _sampling(
     pipeline: Pipeline,
     experts: ExpertStage,
 ) -> tuple[SamplingBackend, AnswerMasks, StepDrafter | None]:
-    """Builds what samples a step's tokens: a sampler, masks and drafts for the next step."""
+    """Builds the objects that sample a step's tokens: a sampler, masks, and a drafter for the next
+    step.
+    """
     eos = model.eos_token_ids
     masks = AnswerMasks(model.spec.vocab_size, eos, grammars)
     by_self = _self_drafter(config, model.spec, part, experts, pipeline.device)
@@ -188,8 +191,9 @@ def _self_drafter(
     experts: ExpertStage,
     device: torch.device,
 ) -> SelfDrafter | None:
-    """Builds what drafts with the model itself, if the configuration asks for it. Raises
-    ConfigError if the model cannot run with fewer experts."""
+    """Builds the drafter that uses the model itself, if it is configured. Raises ConfigError if the
+    model cannot run with fewer experts.
+    """
     if config.speculation.method != "self":
         return None
     wanted, top_k = config.speculation.self_experts, spec.router.top_k

@@ -47,4 +47,6 @@ def open_adapters(
     if not config.adapters.is_enabled:
         return None
     builder = AdapterBuilder(loader, config.adapters, live=live)
-    return open_registry(config.adapters, builder.build)
+    registry = open_registry(config.adapters, builder.build)
+    builder.rests.begin()
+    return registry

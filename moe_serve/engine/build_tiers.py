@@ -57,7 +57,7 @@ def check_tiers(config: EngineConfig) -> None:
 def tier_maker(
     config: EngineConfig, model: OpenedModel, cache: KVCache, report: LoadReport
 ) -> MakeTier | None:
-    """Returns what makes the tier of an engine; None without a tier. Raises ConfigError."""
+    """Returns the function that makes an engine's tier; None without a tier. Raises ConfigError."""
     if config.cache.disk_path is None:
         return None
     if cache.device.type != "cpu":
@@ -84,8 +84,9 @@ def open_disk(
     page_bytes: int,
     layout: Mapping[str, object] | None = None,
 ) -> DiskStore:
-    """Opens the store of `cache.disk_path`. `report`: of the process that has the pages. `layout`:
-    what else the bits of a page depend on. Raises ConfigError."""
+    """Opens the store of `cache.disk_path`. `report` is that of the process that has the pages.
+    `layout` names further facts that the bits of a page depend on. Raises ConfigError.
+    """
     cache, key = config.cache, _disk_key(config.cache)
     facts = {**_facts(config, report), **(layout or {})}
     if key is not None:
@@ -127,7 +128,7 @@ def _disk_key(cache: CacheConfig) -> DiskKey | None:
 
 
 def _facts(config: EngineConfig, report: LoadReport) -> Mapping[str, object]:
-    """Returns everything but the weights that the bits of a page may depend on."""
+    """Returns all facts except the weights that the bits of a page may depend on."""
     model = {k: v for k, v in asdict(config.model).items() if k not in _WITHOUT_EFFECT}
     return {
         "config": repr(sorted(model.items())),

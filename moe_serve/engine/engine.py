@@ -77,7 +77,7 @@ class Engine:
         service: ServiceState | None = None,
         layered: LayeredPrefill | None = None,
     ) -> None:
-        """`service` is shared by engines that step together; None: this engine has its own."""
+        """`service` is shared by engines that step together; with None this engine has its own."""
         assert max_model_len <= num_pages * page_size, "one full sequence must fit the cache"
         cache = PrefixCache(num_pages, page_size, sampled_pages, listener)
         identity = model_identity if has_prefix_cache else None

@@ -24,7 +24,7 @@ class EngineFacts:
     dtype: str
     device: str
     kernels: str
-    cuda_graphs: str | None = None  # the captured sizes, or why none; None: no GPU
+    cuda_graphs: str | None = None  # the captured sizes, or why there are none; None: no GPU
     weight_format: str  # in the checkpoint
     expert_weights: str  # how a quantised checkpoint's weights are held
     num_threads: int
@@ -53,7 +53,9 @@ class EngineFacts:
         expert_memory: str | None = None,
         cluster: ClusterConfig | None = None,
     ) -> EngineFacts:
-        """`report` is that of the process, or of an attention rank; `cluster` None: no ranks."""
+        """Collects the facts. `report` is that of the process or of an attention rank; `cluster` is
+        None without ranks.
+        """
         spec, num_ranks = model.spec, 0 if cluster is None else cluster.attention_ranks
         return cls(
             folder=model.folder,

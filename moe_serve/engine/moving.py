@@ -1,4 +1,5 @@
-"""Moves running sequences between engines, with their pages and without computing anything again.
+"""Moves running sequences between engines together with their pages, so that nothing is computed
+again.
 
     source                                      target
     announce(sequence)                          reserve(sequence) -> reservation
@@ -39,7 +40,7 @@ class MovingSequences:
         self._announced: set[int] = set()  # sequences that leave when their step has ended
 
     def set_open(self, *, is_open: bool) -> None:
-        """Sets if the engine takes new requests, or drains."""
+        """Sets whether the engine takes new requests or drains."""
         if self._scheduler.service is not None:
             self._scheduler.service.queue.set_open(is_open=is_open)
 
@@ -83,7 +84,7 @@ class MovingSequences:
         return sum([s.num_pending_tokens for s in (*self._scheduler.running, *waiting)])
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
-        """Returns how many tokens of a sequence without an engine are in the cache here."""
+        """Returns how many tokens of a sequence that has no engine are in the cache here."""
         sequence.page_size = self.page_size
         self._scheduler.sharing.register(sequence)
         return self._scheduler.sharing.num_cached_tokens(sequence)
@@ -126,14 +127,17 @@ class MovingSequences:
         return kept
 
     def drop(self, kept: Reservation, *, is_verified: bool) -> None:
-        """Lets go of the pages of a sequence that has left; those of the tree stay there.
-        `is_verified`: all pages that were sent hold only finite values."""
+        """Releases the pages of a sequence that has left; pages of the tree stay there.
+        `is_verified` means that all pages that were sent hold only finite values.
+        """
         freed = self._scheduler.reservations.drop(kept)
         if not is_verified:
             self._scheduler.add_unproven(freed)
 
     def take_back(self, kept: Reservation) -> bool:
-        """Lets a sequence go on here that has left; False if no seat is free any more."""
+        """Lets a sequence that has left continue here. Returns False if no seat is free any
+        more.
+        """
         if not self._scheduler.reservations.take_back(kept):
             return False
         self._join(kept.sequence)
@@ -156,8 +160,8 @@ class MovingSequences:
         Sequences that wait here and came before it, or are more urgent by the order of service
         tiers, have the first claim to seats.
 
-        `may_wait`: no step is under way, so the executor can finish what is to be done with pages
-        first: otherwise a page might be cleared when it has already been received.
+        `may_wait` means that no step is in progress, so that the executor can finish its page work
+        first; otherwise it might clear a page that has already been received.
         """
         reservations, num_before = self._scheduler.reservations, self._num_before(sequence)
         has_seat = reservations.num_free_seats > num_before
@@ -199,7 +203,7 @@ class MovingSequences:
         self._scheduler.starter.join(sequence)
 
     def _can_give_pages(self, *, may_wait: bool) -> bool:
-        """Returns whether no order for a page is still to come that was given before now."""
+        """Returns whether all orders for pages that were given before now have been carried out."""
         self._executor.clear_pages(self._scheduler.take_unproven_pages())
         if self._executor.has_page_work and may_wait:
             self._executor.finish_page_work()

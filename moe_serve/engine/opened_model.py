@@ -86,7 +86,7 @@ class AttentionPart:
     cache: KVCache
     num_pages: int
     kv_bytes: int
-    mtp: MTPPart | None = None  # drafts, if the configuration wants it
+    mtp: MTPPart | None = None  # the layer that drafts, if it is configured
 
     @property
     def kv_dtype(self) -> str:
@@ -198,6 +198,7 @@ class OpenedModel(ServedCheckpoint):
         open_weights: OpenWeights = open_checkpoint,
     ) -> OpenedModel:
         """Raises CheckpointError, and ConfigError for kernels that this machine does not have."""
+        assert config.merge_adapter is None, "an adapter is merged before weights are opened"
         dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
         try:
             loader = ModelLoader(

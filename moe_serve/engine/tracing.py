@@ -1,4 +1,4 @@
-"""Starts, stops and reports recordings of a running server's routing, from any thread."""
+"""Starts, stops and reports recordings of a running server's routing. Safe from any thread."""
 
 from __future__ import annotations
 

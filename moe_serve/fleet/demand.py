@@ -64,7 +64,9 @@ class Demand:
 def demand_of(
     slots: Sequence[Slot], seed: int, slo: Slo, attainment: float, *, shares_prefixes: bool
 ) -> Demand:
-    """Summarise requests in the order of their arrival. Raises ConfigError if they have no rate."""
+    """Summarises requests in the order of their arrival. Raises ConfigError if they have no
+    rate.
+    """
     if len(slots) < 2 or slots[-1].at_s <= 0:
         raise ConfigError(
             f"a plan needs requests that arrive over some time; got {len(slots)} within "

@@ -65,7 +65,7 @@ class FleetPlan:
 def plan_fleet(
     offers: Sequence[Offer], demand: Demand, num_certified: int, progress: Progress
 ) -> FleetPlan:
-    """Search, simulate and rank. Raises ConfigError if no layout fits the devices."""
+    """Searches, simulates and ranks fleets. Raises ConfigError if no layout fits the devices."""
     _check_context(offers, demand)
     kinds: list[CellKind] = []
     for offer in offers:
@@ -105,7 +105,7 @@ def _check_context(offers: Sequence[Offer], demand: Demand) -> None:
 
 
 def _no_cell(offers: Sequence[Offer], demand: Demand) -> str:
-    """Says how short the steps of the largest layout are, or why no layout fits."""
+    """Builds the error: how short the steps of the largest layout are, or why no layout fits."""
     why = []
     for offer in offers:
         try:

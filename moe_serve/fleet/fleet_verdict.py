@@ -1,4 +1,4 @@
-"""States in a few sentences which fleet to take, what it is compared with, and how sure that is."""
+"""Recommends a fleet in a few sentences, with comparisons and the confidence in them."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def read_fleet(text: str, model: ModelShape, routing: Path | None) -> tuple[Offe
 def calibrated_offer(
     calibration: Calibration, num_devices: int, memory_bytes: int | None, price: float = 1.0
 ) -> Offer:
-    """Offer devices like the calibrated one. Raises ConfigError as `calibrated` does."""
+    """Offers devices like the calibrated one. Raises ConfigError as `calibrated` does."""
     if not 1 <= num_devices <= MAX_DEVICES:
         raise ConfigError(f"devices must be in [1, {MAX_DEVICES}], got {num_devices}.")
     alone = calibrated(calibration, Layout.parse("colocated", 1))

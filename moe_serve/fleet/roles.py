@@ -1,4 +1,4 @@
-"""Proposes fleets with cells for prompts and for answers, in the ratio that the load takes."""
+"""Proposes fleets with cells for prompts and for answers, in the ratio that the load needs."""
 
 from __future__ import annotations
 

@@ -64,10 +64,9 @@ class Pace:
     """Limits how many requests start in one turn of the event loop.
 
     Starting a request (JSON, checks, tokens) is a millisecond of uninterrupted work. If hundreds
-    arrive together, all would start in the same turn, and every stream would stall meanwhile. So a
-    few start, the loop runs once, then the next few start, in the order of arrival.
-    Used on the event loop's thread only. With a new loop, after the old one has ended, it starts
-    over.
+    arrived together and started in the same turn, every stream would stall meanwhile. So a few
+    start, the loop runs once, then the next few start, in the order of arrival. Used on the event
+    loop's thread only. With a new loop, after the old one has ended, it starts over.
     """
 
     def __init__(self) -> None:

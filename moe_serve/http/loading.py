@@ -81,7 +81,7 @@ class _LoadingApp:
 
 _POLL_S = 0.01
 _START_TIMEOUT_S = 60.0
-_LAST_REQUEST_S = 1.0  # for clients that have connected, but not yet sent a request
+_LAST_REQUEST_S = 1.0  # time for clients that have connected but not yet sent a request
 
 
 class LoadingServer:
@@ -126,7 +126,7 @@ class _Server(ClosingServer):
         for server in self.servers:
             server.close()  # accepts no more connections
         deadline = time.monotonic() + _LAST_REQUEST_S
-        # a connection accepted just now is known after one turn of the loop
+        # a connection that has just been accepted is known after one turn of the loop
         await asyncio.sleep(_POLL_S)
         while time.monotonic() < deadline and self._has_silent:
             await asyncio.sleep(_POLL_S)

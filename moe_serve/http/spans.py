@@ -95,8 +95,9 @@ def request_attributes(
 def sequence_attributes(
     sequences: Sequence[FinishedSequence], model_name: str
 ) -> Mapping[str, Attribute]:
-    """Returns the attributes of all sequences of a request: token counts are summed, times are of
-    the slowest."""
+    """Returns the attributes of all sequences of a request: token counts are summed, and times are
+    those of the slowest.
+    """
     params, adapter = sequences[0].request.params, sequences[0].request.adapter
     name = model_name if adapter is None else adapter.name
     prompts = [sequence for sequence in sequences if sequence.request.choice == 0]
@@ -140,7 +141,9 @@ def _latencies(sequences: Sequence[FinishedSequence]) -> dict[str, Attribute]:
 _log = logging.getLogger(__name__)
 DEFAULT_PATH = "/v1/traces"
 _EXPORT_TIMEOUT_S = 5.0
-_CLOSE_TIMEOUT_S = 1.0  # at the end of the server; spans are not worth a longer wait
+_CLOSE_TIMEOUT_S = (
+    1.0  # time to send the rest at the server's end; spans are not worth a longer wait
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,8 +65,9 @@ def read_documents(paths: Sequence[Path], split: str) -> list[Document]:
 def cut_into_pieces(
     documents: Sequence[Document], tokenizer: Tokenizer, max_tokens: int, max_piece: int, seed: int
 ) -> list[TextPiece]:
-    """Cut documents into pieces of about `max_tokens` tokens in all, equally many for each label:
-    first pieces of documents in random order, then second ones, and so on."""
+    """Cuts documents into pieces of about `max_tokens` tokens in all, equally many for each label:
+    first pieces of documents in random order, then second ones, and so on.
+    """
     by_label: dict[str, list[Document]] = {}
     for document in documents:
         by_label.setdefault(document.label, []).append(document)

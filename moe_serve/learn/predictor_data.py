@@ -152,8 +152,9 @@ class PredictorModel:
     def capture(
         self, pieces: Sequence[TextPiece], *, has_hidden: bool, progress: CaptureProgress
     ) -> Captured:
-        """Run texts through the model. Raises ConfigError if hidden states are requested but the
-        model's routers cannot be predicted from them."""
+        """Runs texts through the model. Raises ConfigError if hidden states are requested but the
+        model's routers cannot be predicted from them.
+        """
         if has_hidden:
             check_routers(self.spec, self.name)
         stage = self._loader.attention_stage(self.max_piece)

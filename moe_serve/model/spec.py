@@ -1,4 +1,4 @@
-"""Describes a model in numbers: everything that the runtime knows about an architecture.
+"""Describes a model in numbers. The runtime knows nothing else about an architecture.
 
 A family (`model/families/`) makes it from a Hugging Face config; no other code knows a model's
 name.
@@ -18,7 +18,8 @@ from moe_serve.model.rope import RopeSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """The properties in which layers differ. `is_sparse`: routed experts instead of one dense MLP.
+    """The properties in which layers differ. `is_sparse` layers have routed experts instead of one
+    dense MLP.
 
     `rope`: None means the model's; another one differs in its frequencies, not in its pairs.
     """

@@ -142,7 +142,7 @@ def read_head(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
 
 
 def _misfit(weights: Mapping[str, Tensor], spec: ModelSpec) -> str | None:
-    """Returns what is wrong with a head's tensors, or None."""
+    """Returns the fault of a head's tensors, or None."""
     d, num_blocks = spec.width, _num_blocks(weights)
     shapes: dict[str, tuple[int, ...]] = {
         **dict.fromkeys(("state_norm", "token_norm", "output_norm"), (d,)),

@@ -1,4 +1,4 @@
-"""The work of a step: made by the scheduler, read by the pipeline.
+"""The plan of a step's work. The scheduler makes it, and the pipeline reads it.
 
 It holds no tensors or requests.
 """
@@ -25,7 +25,9 @@ class LayerRange:
         return self.end == self.total
 
     def rows(self, count: int) -> int:
-        """Returns the rows through all layers that are as much work as `count` rows here."""
+        """Returns the number of rows through all layers that are as much work as `count` rows
+        through these layers.
+        """
         return -(-count * (self.end - self.first) // self.total)
 
 

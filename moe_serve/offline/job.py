@@ -274,8 +274,9 @@ def each_adapter(
 def take_delta(
     job: Job, answer: GrowingAnswer, delta: TokenDelta, abort: Callable[[str], None]
 ) -> bool:
-    """Adds a delta to its answer, and abort a request that its text has ended. Returns True if the
-    answer is complete."""
+    """Adds a delta to its answer, and aborts a request that its text has ended. Returns True if the
+    answer is complete.
+    """
     if delta.finish_reason is FinishReason.ERROR:
         raise GenerationError(f"{delta.request_id}: {delta.error}.")
     if delta.prompt_logprobs is not None:

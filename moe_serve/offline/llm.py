@@ -51,8 +51,8 @@ from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.engine.request.service_terms import Service
 from moe_serve.engine.request.stats import EngineStats
 from moe_serve.engine.sampling.grammar.gate import GrammarGate
+from moe_serve.engine.served_config import served_engine_config
 from moe_serve.errors import EngineDeadError, InvalidRequestError
-from moe_serve.model.hub.named_model import local_engine_config
 from moe_serve.offline.job import (
     GrowingAnswer,
     Job,
@@ -80,7 +80,8 @@ from moe_serve.text.tokenizer import Tokenizer
 
 
 class LLM:
-    """A loaded model. `close()` (or `with`) frees its memory. `adapters`: folders by name."""
+    """A loaded model. `close()` (or `with`) frees its memory. `adapters`: folders by name.
+    `merge_adapter`: the folder of one that all requests use."""
 
     _ids = itertools.count()  # of requests
     _open_engine: DrivenEngine | None
@@ -117,10 +118,11 @@ class LLM:
         cuda_graphs: CudaGraphsName = "auto",
         speculation: SpeculationMethod = "off",
         adapters: Mapping[str, str] | None = None,
+        merge_adapter: str | None = None,
         expert_lora: ExpertLora = "auto",
     ) -> None:
         model_config = ModelConfig(
-            path=model, dtype=dtype, device=device, kernels=kernels,
+            path=model, merge_adapter=merge_adapter, dtype=dtype, device=device, kernels=kernels,
             expert_weights=expert_weights, linear_weights=linear_weights,
             low_bit_products=low_bit_products, num_threads=num_threads, cuda_graphs=cuda_graphs,
             expert_memory_bytes=expert_memory_bytes, max_model_len=max_model_len)  # fmt: skip
@@ -136,9 +138,8 @@ class LLM:
             pipeline=PipelineConfig(micro_batches=micro_batches), cells=CellsConfig(layout=cells),
             predictor=PredictorConfig(path=predictor),
             speculation=SpeculationConfig(method=speculation),
-            adapters=adapter_config(adapters or {}, expert_lora),
-        )  # fmt: skip
-        checked = local_engine_config(check_engine_config(config, "LLM"))
+            adapters=adapter_config(adapters or {}, expert_lora))  # fmt: skip
+        checked = served_engine_config(check_engine_config(config, "LLM"))
         self._tokenizer: Tokenizer | None = Tokenizer.load(model_folder(checked.model))  # first
         built = build_any_engine(checked)
         self._open_engine, self.layout, self._adapters = built.engine, built.layout, built.adapters
@@ -217,7 +218,7 @@ class LLM:
         continues: bool,
         tiers: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
-        """Complete prompts. `continues` means that the answers continue the prompts' text."""
+        """Completes prompts. `continues` means that the answers continue the prompts' text."""
         listed = as_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(listed)

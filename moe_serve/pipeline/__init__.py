@@ -1,1 +1,1 @@
-"""One step through the layers: micro-batches, dispatch to the expert stage, and back."""
+"""Runs one step through the layers: micro-batches, dispatch to the expert stage, and back."""

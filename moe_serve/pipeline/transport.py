@@ -2,6 +2,8 @@
 
 `dispatch` returns at once if it can; `combine` waits. Between the two calls the caller runs the
 other micro-batches' attention: that is the ping-pong.
+
+T rows, K choices of the router, N choices that are kept, E experts, D model width.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class Transport(Protocol):
         ...
 
     def finish(self) -> None:
-        """Check, once all rows of a step are back, what could not be checked earlier.
+        """Makes the checks that are only possible once all rows of a step are back.
 
         Before this call a GPU may still wait for another rank; afterwards it does not.
         """
@@ -100,3 +102,43 @@ def _adapted_total(experts: ExpertLayer, rows: RoutedRows, routed: Routed) -> Te
     for group, part_RD in parts:
         sum_TD = group.put(sum_TD, group.select(sum_TD) + part_RD)
     return sum_TD.float()
+
+
+class FewerExperts(LocalTransport):
+    """A transport to the experts of this process that leaves out the weaker ones.
+
+    If an expert memory holds a part of the experts, rows take those that are resident, and nothing
+    is read. A row without any gets nothing from the layer.
+    """
+
+    def __init__(self, stage: ExpertStage, num_experts: int) -> None:
+        """`num_experts` are kept of each row."""
+        super().__init__(stage)
+        self._memory, self._num_experts = stage.memory, num_experts
+
+    def dispatch(self, layer: int, micro_batch: int, routed: Routed) -> None:
+        """See `Transport.dispatch`."""
+        resident_E = None
+        if self._memory is not None:
+            resident_E = torch.from_numpy(self._memory.resident(layer))
+        rows = strongest(routed.rows, self._num_experts, resident_E)
+        super().dispatch(layer, micro_batch, replace(routed, rows=rows))
+
+
+def strongest(rows: RoutedRows, num: int, resident_E: Tensor | None = None) -> RoutedRows:
+    """Returns the rows with their `num` choices of the largest weights, scaled to the sum of all K.
+
+    Only experts marked in `resident_E` are taken; a choice that is missing becomes -1.
+
+    Example, num 2: experts [1, 4, 7], weights [0.2, 0.5, 0.3] -> [4, 7], [0.625, 0.375].
+    """
+    ids_TK, weights_TK = rows.expert_ids_TK, rows.weights_TK
+    known_TK = weights_TK
+    if resident_E is not None:
+        known_TK = torch.where(resident_E.to(ids_TK.device)[ids_TK], weights_TK, 0.0)
+    places_TN = known_TK.topk(min(num, ids_TK.shape[1]), dim=-1).indices.sort(dim=-1).values
+    kept_TN = known_TK.gather(1, places_TN)
+    total_T1 = kept_TN.sum(dim=-1, keepdim=True)
+    scale_T1 = weights_TK.sum(dim=-1, keepdim=True) / total_T1.clamp(min=1e-9)
+    ids_TN = torch.where(kept_TN > 0.0, ids_TK.gather(1, places_TN), -1)
+    return RoutedRows(rows.x_TD, ids_TN, kept_TN * scale_T1)

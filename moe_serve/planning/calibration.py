@@ -164,7 +164,7 @@ def _measure_layouts(
     progress: Progress,
     fits: list[FitReport],
 ) -> StageCosts:
-    """Adds what real ranks show."""
+    """Adds the measurements of real ranks."""
     return measure_layouts(
         LayoutRequest(
             folder=request.folder,

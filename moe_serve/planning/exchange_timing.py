@@ -1,5 +1,5 @@
-"""Times exchanges of rows (T_c), and the ranks' own work for them, with the transport that
-serves.
+"""Times exchanges of rows (T_c), and the ranks' own work for them, with the transport of the
+server.
 
 A second process is an expert rank without experts, which answers with zeros at once. So a layer
 takes the handling on both sides and the time of two messages on their way. The CPU time of each

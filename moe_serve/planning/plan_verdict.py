@@ -1,4 +1,5 @@
-"""Decides if disaggregation is worth it, and says so in a sentence with the numbers.
+"""Decides whether disaggregation is worth it, and explains the decision in a sentence with the
+numbers.
 
 FastAFD's identity splits the gain into factors: S = (B_a / B_v) (A / (A + E)) (T_v / T_a). They are
 the batch of an attention device over that of a replica, the share of devices that hold requests,

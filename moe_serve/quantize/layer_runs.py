@@ -40,7 +40,7 @@ class TokenBatch:
 
 
 def make_batches(texts: Sequence[Tokens]) -> list[TokenBatch]:
-    """Group texts, each read from its start, into batches of about 4 096 tokens."""
+    """Groups texts, each read from its start, into batches of about 4 096 tokens."""
     batches: list[TokenBatch] = []
     group: list[Tokens] = []
     size = 0
@@ -76,7 +76,7 @@ class HiddenStates:
 
     @classmethod
     def embed(cls, loader: ModelLoader, batches: Sequence[TokenBatch]) -> HiddenStates:
-        """Start with the embeddings of the tokens."""
+        """Starts with the embeddings of the tokens."""
         embedding, multiplier = loader.embedding(), loader.spec.embedding_multiplier
         parts = [F.embedding(batch.token_ids, embedding) for batch in batches]
         return cls(batches, parts if multiplier == 1.0 else [p * multiplier for p in parts])

@@ -34,7 +34,8 @@ def read_texts(
     seed: int,
     otherwise: str = "use --method rtn without them",
 ) -> QuantiseTexts:
-    """Read texts and hold some out: files named valid*, every tenth document, or the end of a text.
+    """Reads texts and holds some out: files named valid*, every tenth document, or the end of a
+    text.
 
     With `held_out_paths` these are held out instead. A document that is held out is not calibrated
     on, wherever else it occurs.
@@ -64,7 +65,7 @@ def read_texts(
 
 
 def _split(train: list[Document], valid: list[Document]) -> tuple[list[Document], list[Document]]:
-    """Separate the two where they share documents: labels whose files are not named train and
+    """Separates the two where they share documents: labels whose files are not named train and
     valid.
     """
     names = {document.name for document in train}

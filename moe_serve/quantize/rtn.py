@@ -95,7 +95,7 @@ def _best_powers(weight_nGC: Tensor, storage: Storage) -> Tensor:
 
 
 def _in_dtype(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round scales to the dtype; one that would vanish becomes the smallest normal number."""
+    """Rounds scales to the dtype. A scale that would vanish becomes the smallest normal number."""
     return scales.clamp_min(torch.finfo(dtype).tiny).to(dtype)
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Balancer(Protocol):
-    """Knows of a request only its prompt's length, and of cells only their requests in progress."""
+    """Chooses a cell from the prompt's length and the cells' requests in progress alone."""
 
     def cell_of(self, num_prompt: int, num_in_cell: Sequence[int]) -> int:
         """Returns the number of the cell that gets a request."""

@@ -1,4 +1,6 @@
-"""Executes the steps of a simulated device: tokens at once, and the seconds that they cost."""
+"""Executes the steps of a simulated device: returns tokens at once, and adds their seconds to the
+clock.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,9 @@ class InstantExecutor:
         self._ends: Items[float] = ()  # of the steps that the next call is to run at once
 
     def ends_of(self, num_tokens: int, num_sequences: int, num_steps: int) -> list[float]:
-        """Foresee when the next steps end, if each gives one token to the same sequences, whose
-        contexts have `num_tokens` in the first of them."""
+        """Predicts when the next steps end, if each gives one token to the same sequences, whose
+        contexts have `num_tokens` in the first of them.
+        """
         while len(self._ahead) < num_steps:
             self._ahead.append(self._scatter.draw())
         at_s, ends = self._clock.now, []

@@ -1,4 +1,4 @@
-"""Attention and expert ranks that compute nothing: the coordinator of a simulated cluster.
+"""The coordinator of a simulated cluster, whose attention and expert ranks compute nothing.
 
 `ClusterEngine` drives it as it drives processes: the same routing of requests to ranks, the same
 choice of micro-batches, the same steps sent out ahead.
@@ -120,7 +120,7 @@ class InstantCoordinator:
         return self._sent(after, start)
 
     def collect(self, flight: StepInFlight) -> dict[str, StepDone | Exception]:
-        """Moves the clock to the step's end, and report on it as the ranks would."""
+        """Moves the clock to the step's end, and reports on it as the ranks would."""
         served = self._begun.pop(flight.step)
         begin, end = self._place.ends.take(self._place.cell)
         self._clock.advance_to(end)

@@ -1,4 +1,4 @@
-"""A simulation's request, and what it is run with: costs, memory and cells."""
+"""Builds a simulation: the costs of a model, the memory of its devices, and the cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Says when the steps of simulated cells end: alone, or on a machine that they share."""
+"""Computes when the steps of simulated cells end, alone or on a machine that they share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class StepEnds(Protocol):
     before it in its cell has ended."""
 
     def put(self, cell: int, seconds: float, now: float) -> None:
-        """Adds a step that takes so long on a machine of its own."""
+        """Adds a step that takes this long on its own machine."""
         ...
 
     def next_end(self, cell: int) -> float | None:

@@ -232,8 +232,9 @@ def is_refused(admission: Admission | None, job: SimulatedRequest, times: Reques
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Pause the collector of cycles. A simulation makes none, and looking for them takes a fifth of
-    its time."""
+    """Pauses the collector of cycles. A simulation makes no cycles, and looking for them takes a
+    fifth of its time.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:

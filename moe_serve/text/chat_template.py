@@ -64,7 +64,8 @@ class ChatTemplate:
     def load(
         cls, folder: Path, *, special_tokens: Mapping[str, str] | None = None
     ) -> ChatTemplate | None:
-        """Read chat_template.jinja, or else tokenizer_config.json; None if neither has a template.
+        """Reads chat_template.jinja, or else tokenizer_config.json. Returns None if neither has a
+        template.
 
         Raises CheckpointError if it cannot be compiled.
         """

@@ -88,7 +88,7 @@ def import_npy(paths: Sequence[Path], options: ImportOptions) -> RoutingTrace:
 
 
 def import_csv(paths: Sequence[Path], options: ImportOptions) -> RecordedLoad:
-    """Read counts from a CSV file; a first row of words is a heading. Raises TraceError."""
+    """Reads counts from a CSV file, whose first row may be a heading. Raises TraceError."""
     path = _one(paths)
     rows = _csv_rows(read_text(path), path)
     if rows and not any(_is_number(cell) for cell in rows[0].cells):

@@ -93,7 +93,7 @@ class TargetModel:
         return SpeculationHead.load_for(self._stage, folder)
 
     def read(self, texts: Sequence[Tokens]) -> list[ReadText]:
-        """Read texts from their start, many at once."""
+        """Reads texts from their start, many at once."""
         texts = [text[: self.spec.max_positions] for text in texts]
         longest = max(map(len, texts))
         cache = self._cache(2 * max(longest, _TOKENS_AT_ONCE))

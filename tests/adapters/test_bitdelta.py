@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from moe_serve.adapters.adapter_files import open_unchanged
 from moe_serve.adapters.adapter_part import LiveModel
 from moe_serve.adapters.bitdelta import bitdelta_builder
 from moe_serve.adapters.bitdelta.make import make_bitdelta
+from moe_serve.cli import adapter_commands
 from moe_serve.config.adapter_config import AdapterConfig
 from moe_serve.errors import CheckpointError, ConfigError
 from moe_serve.model.load.loader import ModelLoader
@@ -195,12 +199,33 @@ def test_bits_with_an_expert_memory(base: Path, tmp_path: Path) -> None:
         assert content(answers(llm, "own")) == expected
 
 
+def test_a_command_that_is_terminated_leaves_no_folder(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned, out = write_fine_tune(tmp_path / "tuned", base), tmp_path / "bits"
+    before = signal.getsignal(signal.SIGTERM)
+
+    @contextmanager
+    def terminated() -> Iterator[Callable[[str, float], None]]:
+        def report(what: str, share: float) -> None:
+            assert out.is_dir()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        yield report
+
+    monkeypatch.setattr(adapter_commands, "progress_bar", terminated)
+    with pytest.raises(KeyboardInterrupt):
+        adapter_commands._run(lambda report: make_bitdelta(base, tuned, out, "matrix", report), out)
+    assert not out.exists()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_what_no_adapter_is_made_of(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no difference to store"):
         make_bitdelta(base, base, tmp_path / "none")
     assert not (tmp_path / "none").exists()
     other = write_checkpoint(tmp_path / "other", CASES["deepseek_v2-lite"])
-    with pytest.raises(CheckpointError, match="is no fine-tune of"):
+    with pytest.raises(CheckpointError, match="is not a fine-tune of"):
         make_bitdelta(base, other, tmp_path / "none")
     (tmp_path / "there").mkdir()
     tuned = write_fine_tune(tmp_path / "tuned", base)

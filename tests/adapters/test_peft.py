@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from tests.support.families.all_cases import CASES
 from tests.support.families.case import Case
 from tests.support.families.parity import write_checkpoint
 
-peft: Any = pytest.importorskip("peft", reason="peft is not installed")
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of peft and transformers
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # those of peft and transformers
+    pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed"),
+]
 CLOSE = 1e-4  # of log probabilities, in fp32
 MLPS = ["gate_proj", "up_proj", "down_proj"]  # PEFT turns those of experts into FUSED
 FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -48,6 +50,8 @@ def test_log_probabilities(kind: str, tmp_path: Path) -> None:
     family, config = KINDS[kind]
     base = write_checkpoint(tmp_path / "base", mixtral() if family == "mixtral" else CASES[family])
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    import peft  # takes seconds, which every process that collects the tests would need
+
     lora = peft.LoraConfig(r=4, lora_alpha=6, **{"target_modules": [], **config})
     adapted = peft.get_peft_model(model, lora)
     generator = torch.Generator().manual_seed(1)

@@ -225,6 +225,8 @@ moe_serve:pipeline_steps_total{micro_batches="1",model_name="m",reason="small"} 
 moe_serve:pipeline_steps_total{micro_batches="2",model_name="m",reason="a"} 10.0
 moe_serve:pipeline_steps_total{micro_batches="2",model_name="m",reason="b"} 5.0
 moe_serve:activated_experts_predicted{model_name="m"} NaN
+moe_serve:tier_runaways_total{model_name="m",tier="chat"} 4.0
+moe_serve:tier_runaways_total{model_name="m",tier="flex"} 0.0
 """
 
 
@@ -241,6 +243,7 @@ class TestServerMetrics:
             predicted_experts_per_step=None,
             placement_switches=1.0,
             steps_by_micro_batches={"1": 5.0, "2": 15.0},
+            runaways={"chat": 4.0},
         )
 
     @pytest.mark.parametrize("page", ["", "vllm:engine_steps_total 7\n", "<html>"])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from moe_serve.bench.workload.trace_rows import read_trace
 from moe_serve.simulate.costs.device import Efficiency
-from simulation import at_once, own_runs, published_rows
+from simulation import at_once, autoscaling, own_runs, published_rows, servegen_day
 
 
 def test_published_rows_are_compared(
@@ -62,3 +66,38 @@ def test_own_runs_are_simulated(
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("short 64/1024  closed 1 ")
     assert "all runs: 2" in lines
+
+
+def test_a_day_of_recorded_rates_becomes_a_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two clients, one of which sends in the second and third ten minutes of day 1, the third time
+    twice as much."""
+    (tmp_path / "chunk-0-trace.csv").write_text(
+        "0,9.0,1.0,Gamma,1.0,1.0\n86400,0,0,,0,0\n87000,0.1,1,Weibull,1.0,10\n"
+        "87600,0.2,1,Gamma,1.0,5\n"
+    )
+    (tmp_path / "chunk-1-trace.csv").write_text("172800,5.0,1.0,Gamma,1.0,1.0\n")
+    lengths, out = tmp_path / "lengths.csv", tmp_path / "day.csv"
+    lengths.write_text("at_s,prompt_tokens,output_tokens\n0,100,10\n1,200,20\n")
+    words = [str(tmp_path), "--lengths", str(lengths), "--out", str(out), "--rate", "0.02"]
+    assert servegen_day.main(words) == 0
+    rows = read_trace(out).rows
+    at = np.array([row.at_s for row in rows])  # the first request, early in its window, is at 0
+    first, second = sum(at < 600), sum((at >= 600) & (at < 1200))
+    assert len(rows) == pytest.approx(0.02 * 86_400, rel=0.1)
+    assert first + second == pytest.approx(len(rows), rel=0.02)
+    assert second == pytest.approx(2 * first, rel=0.2)
+    assert {(row.prompt_tokens, row.output_tokens) for row in rows} == {(100, 10), (200, 20)}
+
+
+def test_a_kept_simulation_is_run_again_only_with_other_options(tmp_path: Path) -> None:
+    options = argparse.Namespace(
+        trace=None, recorded=False, rate=0.1, hours=1.0, train_days=2, policies=["static"], jobs=1
+    )
+    first = autoscaling.arguments("static", 0, options, tmp_path)
+    assert first == autoscaling.arguments("static", 0, options, tmp_path)
+    others = [autoscaling.arguments("static", 1, options, tmp_path)]
+    options.rate = 0.2
+    others += [autoscaling.arguments(p, 0, options, tmp_path) for p in ("static", "target 0.7")]
+    assert len({words[-1] for words in [first, *others]}) == 4

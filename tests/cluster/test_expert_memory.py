@@ -261,7 +261,7 @@ def test_an_expert_that_cannot_be_read_fails_a_step(
 @pytest.mark.parametrize("num_bytes", [0, -5])
 def test_no_budget_is_refused(num_bytes: int) -> None:
     """In a configuration that no loader of configurations has seen."""
-    with pytest.raises(ConfigError, match=rf"^model.expert_memory_bytes is {num_bytes}: give a p"):
+    with pytest.raises(ConfigError, match=rf"must be 1 or more, got {num_bytes}: give a p"):
         build_engine(within(config(0, 0, 1), num_bytes))
 
 

@@ -83,7 +83,9 @@ def test_the_list_has_nodes_and_the_last_word_of_autoscaling(server: FakeServer,
     away = {"name": "beta", "num_ranks": 1, "num_places": 4, "is_there": False}
     scaling = {"policy": "target", "wanted": {"both": 2}, "decisions": {}, "last": "it starts."}
     server.more = {"nodes": [here, away], "autoscale": scaling}
+    server.lists = [[{**cell(0, "serving"), "nodes": ["0", "beta"]}]]
     lines = run("list").output.splitlines()
+    assert lines[0].split()[-2:] == ["pages", "nodes"] and "0, beta" in lines[1]
     assert lines[-3:] == [
         "node 0 has 2 ranks",
         "node beta has 1 of 4 ranks, and is away",
@@ -126,7 +128,7 @@ def test_a_removal_waits_until_the_cell_is_gone(server: FakeServer, run: Run) ->
     assert server.asked[0][:2] == ("DELETE", "/admin/cells/1")
     server.lists = [[cell(1, "leaving")], [cell(1, "serving")]]
     result = run("remove", "1")
-    assert "its removal was called off" in str(result.exception)
+    assert "its removal was cancelled" in str(result.exception)
 
 
 def test_cells_and_ranks_drain(server: FakeServer, run: Run) -> None:

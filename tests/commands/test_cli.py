@@ -75,6 +75,7 @@ def test_the_flags_are_frozen() -> None:
         "--max-model-len",
         "--max-num-seqs",
         "--max-queued-requests",
+        "--merge-adapter",
         "--metrics-alias",
         "--micro-batches",
         "--num-pages",

@@ -347,7 +347,10 @@ def test_copies_that_eplb_doubles_are_told(tmp_path: Path, capsys: Capture) -> N
     printed = capsys.readouterr().out
     num_redundant = json.loads(plan.read_text())["num_redundant_experts"]
     assert f"num_redundant_experts {num_redundant} of --eplb-config" in printed
-    assert f"{4 - num_redundant} copies lay beside another of their expert" in printed
+    assert (
+        f"{4 - num_redundant} copies were on a device that already has a copy of their expert"
+        in printed
+    )
     assert run(*asked) == 0
     printed = capsys.readouterr().out
     assert "num_redundant_experts 4 of --eplb-config" in printed and "beside" not in printed

@@ -44,10 +44,10 @@ def test_the_demonstration_model_is_quantised_and_served(tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--scheme", "w2a16"], "--scheme is 'w2a16': it is one of w4a16, w8a16, mxfp4."),
+        (["--scheme", "w2a16"], "--scheme must be one of w4a16, w8a16, mxfp4; got 'w2a16'."),
         (["--scheme", "mxfp4"], "those of qwen3_moe are stored in another way"),
-        (["--scheme", "mxfp4", "--attention", "w8"], "--scheme mxfp4 stores experts alone"),
-        (["--group", "48"], "--group is 48: it is one of 32, 64, 128."),
+        (["--scheme", "mxfp4", "--attention", "w8"], "--scheme mxfp4 quantises only experts"),
+        (["--group", "48"], "--group must be one of 32, 64, 128; got 48."),
         (["--group", "64"], "does not divide the 96 inputs of model.layers.0.mlp.experts.0.down"),
         (["--method", "awq"], "--method is 'awq'"),
         (["--method", "gptq"], "--method gptq needs --texts"),

@@ -144,7 +144,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: Capture) -> None:
         (FLEET, "give the load: --trace FILE, or --request-rate R"),
         (LOAD, "give --fleet and --model, or --calibration and --devices"),
         ((*FLEET, *LOAD, "--batch", "4"), "--batch is for a steady batch"),
-        ((*FLEET, *LOAD, "--devices", "4"), "--devices and --memory-bytes are for --calibration"),
+        ((*FLEET, *LOAD, "--devices", "4"), "--devices and --memory-bytes only apply to"),
         (
             (*FLEET, *LOAD, "--slo", "tpot=1"),
             "--slo must be ttft=500ms,tpot=50ms,e2e=5s",

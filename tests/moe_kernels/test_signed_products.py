@@ -15,24 +15,10 @@ from moe_kernels.interface.signed_kernels import SignedBank, SignedKernels
 from moe_kernels.kernel_choice import KernelsName
 from moe_kernels.reference.expert_mlp import routed_experts_reference
 from tests.support.kernels.kernel_sets import KERNEL_SETS, ids_of, make_kernels
+from tests.support.kernels.signs import random, signed
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def signed(num_rows: int, width: int, seed: int, *, by_row: bool = False) -> SignMatrix:
-    delta = 0.05 * random(num_rows, width, seed=seed)
-    scales = delta.abs().mean(dim=1) if by_row else delta.abs().mean()[None]
-    return SignMatrix(
-        bits_NB=signs_of(delta),
-        num_columns=width,
-        scales_N=scales,
-        bias_N=random(num_rows, seed=seed + 1) if by_row else None,
-    )
 
 
 def test_bits_are_the_signs() -> None:

@@ -99,7 +99,7 @@ def test_cells_with_roles_and_their_number(
         capsys.readouterr().err.split()
     )
     for arguments, message in (
-        (("--cells", "(1D)", "--devices", "2"), "--devices is in --cells: leave it out"),
+        (("--cells", "(1D)", "--devices", "2"), "leave --devices out: --cells states"),
         (
             ("--cells", "(1D)", "--autoscale", "target", "--load", "2", "--trace", "T"),
             "--load is a share of the capacity of a fixed number of cells: leave --autoscale out",
@@ -209,8 +209,8 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: Capture) -> None:
         ((*QWEN, *SMALL, "--num-pages", "3"), "too small for one request of 189"),
         ((*QWEN, "--prompt-tokens", "41000"), "has 41000 + 64 tokens, but the context is 40960"),
         ((*QWEN, "--concurrency", "4", "--rate", "1"), "cannot be combined"),
-        ((*QWEN, "--concurrency", "4", "--duration", "9"), "--duration belongs to --rate"),
-        ((*QWEN, "--duration", "9"), "--duration belongs to --rate or --trace"),
+        ((*QWEN, "--concurrency", "4", "--duration", "9"), "--duration only applies to --rate"),
+        ((*QWEN, "--duration", "9"), "--duration only applies to --rate and --trace"),
         (("--calibration", old), "the calibration is of moe-serve 0.0.1 on "),
         (("--calibration", elsewhere), "on Darwin arm64, but this is"),
         (("--calibration", fitting, "--devices", "2"), "cannot be simulated from a calibration"),
@@ -273,11 +273,24 @@ def test_tiers_reach_the_scheduler_and_the_report(
     )
 
 
+def test_runaway_answers_are_counted(tmp_path: Path, capsys: Capture) -> None:
+    """After 80 answers of 4 tokens, the limit is 8; three of 40 tokens reach it."""
+    tiers, trace = tmp_path / "tiers.yaml", tmp_path / "trace.csv"
+    tiers.write_text("tiers:\n  chat: {ttft_s: 20, predicted_output_limit: 2}\n", "utf-8")
+    lengths = [4] * 80 + [40] * 3
+    rows = [f"{0.5 * i},64,{length}" for i, length in enumerate(lengths)]
+    trace.write_text("at_s,prompt_tokens,output_tokens\n" + "\n".join(rows), "utf-8")
+    given = ("--trace", str(trace), "--tiers", str(tiers))
+    report = report_of(tmp_path / "r.json", *QWEN, *given)
+    assert report.server is not None and report.server.runaways == {"chat": 3.0}
+    assert "runaway answers: 3 of chat" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--strict",), "--strict belongs to --tiers FILE"),
-        (("--patience", "3"), "--patience belongs to --tiers FILE"),
+        (("--strict",), "--strict only applies with --tiers FILE"),
+        (("--patience", "3"), "--patience only applies with --tiers FILE"),
         (("--load", "1.2"), "--load sets the speed of --trace FILE"),
         (("--load", "1.2", "--trace", "TRACE", "--rate", "3"), "leave out --scale-time, --rate"),
         (("--load", "1.2", "--trace", "TRACE"), "a trace of 20 requests or more, got 3"),

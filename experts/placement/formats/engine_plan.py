@@ -127,8 +127,9 @@ def plan_of_slots(slots: Slots, facts: PlanFacts, name: str) -> EnginePlan:
 
 
 def slots_of_plan(placement: Placement, name: str) -> dict[int, list[int]]:
-    """Return, for each layer, the expert of each slot, ascending on a device. Refuses a placement
-    whose devices or layers hold different numbers of copies."""
+    """Returns, for each layer, the expert of each slot, ascending on a device. Refuses a placement
+    whose devices or layers hold different numbers of copies.
+    """
     slots = {}
     counts = set()
     for layer in sorted(placement.ranks_of):

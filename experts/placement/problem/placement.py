@@ -78,7 +78,7 @@ class Placement:
         ]
 
     def held_by(self, rank: int) -> dict[int, list[int]]:
-        """Return, for every sparse layer, the experts that a rank holds, ascending."""
+        """Returns, for every sparse layer, the experts that a rank holds, ascending."""
         assert 0 <= rank < self.num_ranks, f"rank must be 0 to {self.num_ranks - 1}, got {rank}"
         return {
             layer: [expert for expert, ranks in enumerate(experts) if rank in ranks]

@@ -33,6 +33,8 @@ from moe_kernels.interface.adapters import (
     LayerTune,
     LowRank,
     ModelTune,
+    Rest,
+    no_rest,
 )
 from moe_kernels.interface.signed_kernels import SignedBank
 
@@ -59,7 +61,11 @@ class NativeExpertAdditions:
     """The additions to a layer's experts, packed once."""
 
     def __init__(
-        self, native: NativeLibrary, additions: Mapping[int, ExpertAddition], is_changed_E: Tensor
+        self,
+        native: NativeLibrary,
+        additions: Mapping[int, ExpertAddition],
+        is_changed_E: Tensor,
+        rest: Rest = no_rest,
     ) -> None:
         count = len(is_changed_E)
         self._native, self._is_changed_E = native, is_changed_E.to(torch.uint8).contiguous()
@@ -76,6 +82,7 @@ class NativeExpertAdditions:
         for expert, each in additions.items():
             self._put_up(expert, each, ranks, up_first, up_width)
             self._put_down(expert, each.down, ranks["down"])
+            rest()
         self.struct = ChangesStruct(
             self._is_changed_E.data_ptr(), None,
             *(ctypes.addressof(self._addresses[name].array) for name in LOW_RANK_PARTS),
@@ -232,9 +239,12 @@ class NativeAdapterKernels:
         self._native = native
 
     def expert_additions(
-        self, additions: Mapping[int, ExpertAddition], is_changed_E: Tensor
+        self,
+        additions: Mapping[int, ExpertAddition],
+        is_changed_E: Tensor,
+        rest: Rest = no_rest,
     ) -> NativeExpertAdditions:
-        return NativeExpertAdditions(self._native, additions, is_changed_E)
+        return NativeExpertAdditions(self._native, additions, is_changed_E, rest)
 
     def adapter(
         self, layers: Sequence[AdapterParts], model: ModelTune | None = None

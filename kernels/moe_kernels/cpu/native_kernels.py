@@ -32,6 +32,7 @@ from moe_kernels.cpu.native_rank_calls import NativeRankCalls
 from moe_kernels.cpu.native_signs import NativeExpertSigns, NativeSignedLinear
 from moe_kernels.cpu.native_split_mlp import NativeSplitMLP
 from moe_kernels.cpu.native_stack import NativeStack
+from moe_kernels.interface.adapters import Rest, no_rest
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
     DecodeRoom,
@@ -134,9 +135,9 @@ class NativeKernels:
         return NativeSignedLinear(self._native, base, added)
 
     def expert_signs(
-        self, added: Mapping[int, SignedExpert], is_changed_E: Tensor
+        self, added: Mapping[int, SignedExpert], is_changed_E: Tensor, rest: Rest = no_rest
     ) -> NativeExpertSigns:
-        return NativeExpertSigns(added, is_changed_E)
+        return NativeExpertSigns(added, is_changed_E, rest)
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         num_rows, width = x_TD.shape

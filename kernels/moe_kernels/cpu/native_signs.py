@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_kernels.cpu.cpu_library import Int, NativeLibrary, Pointer, address, num_panels
 from moe_kernels.cpu.native_changes import ChangesStruct, LayerChangesStruct
+from moe_kernels.interface.adapters import Rest, no_rest
 from moe_kernels.interface.kernels import Linear
 from moe_kernels.interface.sign_matrix import SignedExpert, SignMatrix
 
@@ -110,10 +111,15 @@ class NativeSignedLinear:
 class NativeExpertSigns:
     """The additions to a layer's experts, packed once."""
 
-    def __init__(self, added: Mapping[int, SignedExpert], is_changed_E: Tensor) -> None:
+    def __init__(
+        self, added: Mapping[int, SignedExpert], is_changed_E: Tensor, rest: Rest = no_rest
+    ) -> None:
         self._is_changed_E = is_changed_E.to(torch.uint8).contiguous()
         self._array = (_SignedExpertStruct * len(is_changed_E))()
-        self._packed = [self._put(expert, each) for expert, each in added.items()]
+        self._packed: list[list[PackedSigns]] = []
+        for expert, each in added.items():
+            self._packed.append(self._put(expert, each))
+            rest()
         self.num_bytes = sum(each.nbytes for signs in self._packed for each in signs)
         self._struct = ChangesStruct(
             is_changed=self._is_changed_E.data_ptr(), signs=ctypes.addressof(self._array)

@@ -15,10 +15,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe_kernels.gpu.grouped_gemm.api import Chip, grouped_experts
+from moe_kernels.gpu.grouped_gemm.api import Chip, SlotAdditions, grouped_experts
 from moe_kernels.gpu.grouped_gemm.experts import GroupedExperts
 from moe_kernels.gpu.grouped_gemm.from_matrix import grouped_weight, joined
 from moe_kernels.gpu.grouped_gemm.pack import GroupedWeight
+from moe_kernels.gpu.signs.api import SlotSigns
+from moe_kernels.interface.adapters import RowAdditions
 from moe_kernels.interface.kernels import ExpertWeights, GatedActivation
 
 # Several threads load layers; only one layer at a time is in memory twice.
@@ -41,8 +43,21 @@ class GroupedExpertBank:
     def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         return self._run(x_TD, expert_ids_TK, weights_TK, torch.float64)
 
+    def added_partial(
+        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, added: RowAdditions
+    ) -> Tensor:
+        """See AddingBank."""
+        widths = (self._experts.width, self._experts.expert_width)
+        signs = SlotSigns(expert_ids_TK, added, widths)
+        return self._run(x_TD, signs.kept_ids_TK, weights_TK, torch.float64, signs)
+
     def _run(
-        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, out_dtype: torch.dtype
+        self,
+        x_TD: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        out_dtype: torch.dtype,
+        additions: SlotAdditions | None = None,
     ) -> Tensor:
         ids_TK = expert_ids_TK
         if self._places_E is not None:
@@ -54,6 +69,7 @@ class GroupedExpertBank:
             self._experts,
             self._chip,
             out_dtype=out_dtype,
+            additions=additions,
         )
 
 

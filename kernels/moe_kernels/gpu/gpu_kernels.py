@@ -7,7 +7,7 @@ few dozen launches per layer, none of which waits for the device.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -32,6 +32,8 @@ from moe_kernels.gpu.paged_attention.launch_plan import PagedPlan
 from moe_kernels.gpu.router.api import route
 from moe_kernels.gpu.rows.api import Addends, add, rms_norm
 from moe_kernels.gpu.sampling.gpu_sampler import GpuTokenSampler
+from moe_kernels.gpu.signs.api import GpuExpertSigns, GpuSignedLinear
+from moe_kernels.interface.adapters import Rest, no_rest
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
     DecodeRoom,
@@ -40,7 +42,13 @@ from moe_kernels.interface.attention_shape import (
     StepRows,
 )
 from moe_kernels.interface.head_drafting import DraftingParts
-from moe_kernels.interface.kernels import AttentionCall, ExpertWeights, GatedActivation, SplitMLP
+from moe_kernels.interface.kernels import (
+    AttentionCall,
+    ExpertWeights,
+    GatedActivation,
+    Linear,
+    SplitMLP,
+)
 from moe_kernels.interface.layer_front import LayerFrontParts
 from moe_kernels.interface.layer_stack import StackParts
 from moe_kernels.interface.quantised_matrix import (
@@ -50,6 +58,7 @@ from moe_kernels.interface.quantised_matrix import (
     only_floats,
 )
 from moe_kernels.interface.routing import RouterShape
+from moe_kernels.interface.sign_matrix import SignedExpert, SignMatrix
 
 # What the interpreter, which computes on the CPU, is told to be. No tile size may be chosen by the
 # batch there: numpy's products do not treat rows alike.
@@ -132,6 +141,14 @@ class TritonKernels:
             if key not in self._answers:
                 self._answers[key] = ask()
             return replace(self._chip, has_equal_tiles=self._answers[key])
+
+    def signed_linear(self, base: Linear, added: SignMatrix) -> GpuSignedLinear:
+        return GpuSignedLinear(base, added, self._tiles)
+
+    def expert_signs(
+        self, added: Mapping[int, SignedExpert], is_changed_E: Tensor, rest: Rest = no_rest
+    ) -> GpuExpertSigns:
+        return GpuExpertSigns(added, is_changed_E)
 
     def experts(
         self, experts: Sequence[ExpertWeights | None], activation: GatedActivation

@@ -5,13 +5,19 @@ T rows, A adapters of a step, L layers, E experts, N outputs, K inputs, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+Rest = Callable[[], None]  # called after each expert: a load beside steps may pause there
+
+
+def no_rest() -> None:
+    """Goes on at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +142,10 @@ class AdapterKernels(Protocol):
     """Makes what the kernels of a set need to serve adapters."""
 
     def expert_additions(
-        self, additions: Mapping[int, ExpertAddition], is_changed_E: Tensor
+        self,
+        additions: Mapping[int, ExpertAddition],
+        is_changed_E: Tensor,
+        rest: Rest = no_rest,
     ) -> Any:
         """Prepares the additions to a layer's experts, those of them that are here.
 

@@ -315,6 +315,8 @@ def as_floats(weight: Weight, dtype: torch.dtype) -> Tensor:
 
 
 def only_floats(weight: Weight) -> Tensor:
-    """For sets that hold nothing else (their `packed_layout` says so)."""
+    """Refuses packed matrices, for kernel sets that only hold floats (their `packed_layout` says
+    so).
+    """
     assert isinstance(weight, Tensor), "this set of kernels was given a packed matrix"
     return weight

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor
 
-from moe_kernels.interface.adapters import AddingBank, RowAdditions
+from moe_kernels.interface.adapters import AddingBank, Rest, RowAdditions, no_rest
 from moe_kernels.interface.kernels import ExpertBank, Linear
 from moe_kernels.interface.sign_matrix import SignedExpert, SignMatrix
 
@@ -22,7 +22,9 @@ class SignedKernels(Protocol):
         rounded again, behind the residual."""
         ...
 
-    def expert_signs(self, added: Mapping[int, SignedExpert], is_changed_E: Tensor) -> Any:
+    def expert_signs(
+        self, added: Mapping[int, SignedExpert], is_changed_E: Tensor, rest: Rest = no_rest
+    ) -> Any:
         """Prepares the additions to those experts of a layer that this process holds, as
         `AdapterKernels.expert_additions` does."""
         ...

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_kernels.interface.adapters import Rest, no_rest
 from moe_kernels.interface.attention_shape import AttentionShape, StepRows
 from moe_kernels.interface.kernels import (
     AttentionCall,
@@ -164,7 +165,9 @@ class GradientKernels(TorchKernels):
         assert isinstance(base, GradientLinear), f"a layer of these kernels, not {type(base)}"
         return base.with_signs(added, self._scales)
 
-    def expert_signs(self, added: Mapping[int, SignedExpert], is_changed_E: Tensor) -> Any:
+    def expert_signs(
+        self, added: Mapping[int, SignedExpert], is_changed_E: Tensor, rest: Rest = no_rest
+    ) -> Any:
         return _ExpertSigns(added, self._scales)
 
     def plan_attention(self, step: StepRows, shape: AttentionShape, device: torch.device) -> Any:

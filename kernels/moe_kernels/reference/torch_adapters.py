@@ -18,7 +18,9 @@ from moe_kernels.interface.adapters import (
     Addition,
     ExpertAddition,
     ModelTune,
+    Rest,
     RowAdditions,
+    no_rest,
 )
 from moe_kernels.reference.expert_mlp import (
     AnyMLP,
@@ -115,7 +117,10 @@ class TorchAdapterKernels:
     """Implements AdapterKernels."""
 
     def expert_additions(
-        self, additions: Mapping[int, ExpertAddition], is_changed_E: Tensor
+        self,
+        additions: Mapping[int, ExpertAddition],
+        is_changed_E: Tensor,
+        rest: Rest = no_rest,
     ) -> TorchExpertAdditions:
         return TorchExpertAdditions(additions, is_changed_E)
 

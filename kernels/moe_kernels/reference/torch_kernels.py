@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moe_kernels.interface.adapters import RowAdditions
+from moe_kernels.interface.adapters import Rest, RowAdditions, no_rest
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
     DecodeRoom,
@@ -139,7 +139,7 @@ class TorchKernels:
         return TorchSignedLinear(base, added)
 
     def expert_signs(
-        self, added: Mapping[int, SignedExpert], is_changed_E: Tensor
+        self, added: Mapping[int, SignedExpert], is_changed_E: Tensor, rest: Rest = no_rest
     ) -> TorchExpertSigns:
         return TorchExpertSigns(added, is_changed_E)
 
@@ -244,7 +244,7 @@ class TorchKernels:
 def _split(
     qkv: Tensor, norm: QKNormWeights | None, shape: AttentionShape
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split, norm and clip -> q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv]."""
+    """Splits, norms and clips -> q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv]."""
     dim, heads, kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
     q, k, v = qkv.split([heads * dim, kv_heads * dim, kv_heads * shape.value_width], dim=-1)
     if norm is not None and shape.qk_norm == "row":

@@ -104,7 +104,7 @@ def rotated(x: Tensor, block: int) -> Tensor:
 
 
 def store_rows(pages: KVPages, keys_RD: Tensor, values_RD: Tensor | None, rows_R: Tensor) -> None:
-    """Write new keys and values, in fp32, to the rows of pages seen as [.., D].
+    """Writes new keys and values, in fp32, to the rows of pages seen as [.., D].
 
     `values_RD` None: the values are a part of the keys (latent attention).
     """

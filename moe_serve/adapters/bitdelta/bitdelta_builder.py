@@ -14,6 +14,7 @@ from moe_serve.adapters.bitdelta.tensors import (
     read_bitdelta,
     sign_modules,
 )
+from moe_serve.adapters.load_rests import LoadRests
 from moe_serve.adapters.targets import AdapterTargets
 from moe_serve.errors import CheckpointError
 from moe_serve.model.checkpoint.manifest import feed_forward_table
@@ -26,14 +27,19 @@ class BitDeltaBuilder:
     """Builds the part of BitDelta adapters that a process holds."""
 
     def __init__(
-        self, loader: ModelLoader, targets: AdapterTargets, part: AdapterPart, live: LiveModel
+        self,
+        loader: ModelLoader,
+        targets: AdapterTargets,
+        part: AdapterPart,
+        live: LiveModel,
+        rests: LoadRests,
     ) -> None:
         self._loader, self._part, self._live = loader, part, live
         self._modules, self._full = sign_modules(targets), full_tensors(loader)
         self._experts: SignedExperts | None = None
         self._stages: SignedStages | None = None
         if isinstance(loader.kernels, SignedKernels):
-            self._experts = SignedExperts(loader, loader.kernels)
+            self._experts = SignedExperts(loader, loader.kernels, rests)
             if live.attention is not None:
                 self._stages = SignedStages(loader, loader.kernels, live, self._experts)
 
@@ -42,7 +48,8 @@ class BitDeltaBuilder:
         if self._experts is None:
             raise CheckpointError(
                 f"{files.folder} is a BitDelta adapter, for which the kernels "
-                f"{self._loader.kernels.name} have no products: use --kernels native or torch."
+                f"{self._loader.kernels.name} have no products: use --kernels native, torch or "
+                "triton."
             )
         return self.built(self.read(files))
 

@@ -40,8 +40,9 @@ def convert_bitdelta(
     out: Path,
     progress: Callable[[int, int], None] | None = None,
 ) -> BitDeltaSize:
-    """Writes the adapter that a file stands for. Full tensors that equal the base model's are left
-    out. Raises CheckpointError for a file with anything else than such tensors."""
+    """Converts a file into an adapter. Full tensors that equal the base model's are left out.
+    Raises CheckpointError for a file with anything else than such tensors.
+    """
     loader = ModelLoader(base, kernels="torch")
     opened = PublishedFile(file)
     try:

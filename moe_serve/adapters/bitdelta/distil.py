@@ -32,6 +32,7 @@ from moe_serve.adapters.bitdelta.whole_texts import (
     open_adapted,
     open_model,
 )
+from moe_serve.adapters.load_rests import LoadRests
 from moe_serve.adapters.targets import AdaptedMatrix, AdapterTargets
 
 Tokens = NDArray[np.int64]
@@ -107,7 +108,9 @@ def distil(
     """Fits an adapter's scales. Both models are in memory, in fp32."""
     first = [torch.zeros(1)]
     loader = gradient_loader(base, FittedScales(first[0], torch.ones(1)))
-    read = BitDeltaBuilder(loader, AdapterTargets(loader), WHOLE, LiveModel()).read(files)
+    read = BitDeltaBuilder(loader, AdapterTargets(loader), WHOLE, LiveModel(), LoadRests()).read(
+        files
+    )
     places, count = dict[AdaptedMatrix, Tensor](), 1
     for target, module in read.signs.items():
         own = files.read(module + SCALE).float().flatten()

@@ -74,7 +74,7 @@ def _check_alike(models: list[ModelLoader], base: Path, tuned: Path) -> None:
         mine, other = getattr(ours, field.name), getattr(theirs, field.name)
         if mine != other:
             raise CheckpointError(
-                f"{tuned} is no fine-tune of {base}: {field.name} is {str(other)[:80]}, not "
+                f"{tuned} is not a fine-tune of {base}: {field.name} is {str(other)[:80]}, not "
                 f"{str(mine)[:80]}; an adapter must have the shapes and the configuration of its "
                 "base model."
             )

@@ -13,6 +13,7 @@ from moe_kernels.interface.kernels import ExpertBank
 from moe_kernels.interface.sign_matrix import SignedExpert, SignMatrix
 from moe_kernels.interface.signed_kernels import SignedBank, SignedKernels
 from moe_serve.adapters.bitdelta.tensors import BitDeltaTensors
+from moe_serve.adapters.load_rests import LoadRests
 from moe_serve.adapters.targets import AdaptedMatrix
 from moe_serve.model.checkpoint.manifest import Table, expert_table, feed_forward_table
 from moe_serve.model.load.loader import ModelLoader
@@ -25,8 +26,8 @@ class SignedExperts:
     """Makes the additions to experts. The base model's experts may be in any place: they are not
     read."""
 
-    def __init__(self, loader: ModelLoader, kernels: SignedKernels) -> None:
-        self._loader, self._kernels = loader, kernels
+    def __init__(self, loader: ModelLoader, kernels: SignedKernels, rests: LoadRests) -> None:
+        self._loader, self._kernels, self._rests = loader, kernels, rests
         self._whole_mlps: dict[int, ExpertBank] = {}  # of shards, for all adapters
 
     def routed(
@@ -45,7 +46,7 @@ class SignedExperts:
         is_own_E = torch.zeros(spec.router.num_experts + 1, dtype=torch.bool)
         is_own_E[torch.tensor(sorted(changed))] = True
         added = {expert: self._expert(layer, expert, tensors, biases) for expert in own}
-        signs = self._kernels.expert_signs(added, is_own_E[:-1]) if own else None
+        signs = self._kernels.expert_signs(added, is_own_E[:-1], self._rests) if own else None
         experts = AdapterExperts(
             bank=None, is_own_E=is_own_E.to(self._loader.device), additions=signs
         )
@@ -99,6 +100,7 @@ class SignedExperts:
     def _expert(
         self, layer: int, expert: int, tensors: BitDeltaTensors, biases: Mapping[str, Tensor]
     ) -> SignedExpert:
+        self._rests()
         spec = self._loader.spec
         parts: dict[str, SignMatrix | None] = {}
         for part in _PARTS:

@@ -19,6 +19,7 @@ from moe_kernels.reference.gradient_kernels import FittedScales, GradientKernels
 from moe_serve.adapters.adapter_part import WHOLE, LiveModel
 from moe_serve.adapters.bitdelta.bitdelta_builder import BitDeltaBuilder
 from moe_serve.adapters.bitdelta.tensors import BitDeltaTensors
+from moe_serve.adapters.load_rests import LoadRests
 from moe_serve.adapters.targets import AdapterTargets
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.model.load.loader import ModelLoader
@@ -86,7 +87,7 @@ def open_adapted(loader: ModelLoader, tensors: BitDeltaTensors, most_tokens: int
     """Opens a base model with an adapter whose scales are indices into those of the kernels."""
     base = loader.attention_stage(most_tokens)
     live = LiveModel(attention=base)
-    built = BitDeltaBuilder(loader, AdapterTargets(loader), WHOLE, live).built(tensors)
+    built = BitDeltaBuilder(loader, AdapterTargets(loader), WHOLE, live, LoadRests()).built(tensors)
     assert isinstance(built, FineTune), "the process has all of the model"
     return WholeTexts(built.stage, loader.expert_stage(), most_tokens, built.layers)
 

@@ -69,6 +69,7 @@ class ServerSide:
     predicted_experts_per_step: float | None  # reported by a batch policy for the last step only
     placement_switches: float | None  # only servers that move experts report it
     steps_by_micro_batches: dict[str, float] = field(default_factory=dict)
+    runaways: dict[str, float] = field(default_factory=dict)  # answers that became one, by tier
 
     @classmethod
     def between(cls, before: Metrics, after: Metrics) -> ServerSide | None:
@@ -83,9 +84,12 @@ class ServerSide:
             return None
         tokens = (grown("generation_tokens_total") or 0) + (grown("prompt_tokens_total") or 0)
         needed = grown("expert_memory_needed_total")
-        old_steps = before.by_label("pipeline_steps_total", "micro_batches")
-        new_steps = after.by_label("pipeline_steps_total", "micro_batches")
-        steps = {count: num - old_steps.get(count, 0.0) for count, num in new_steps.items()}
+
+        def grown_by(name: str, label: str) -> dict[str, float]:
+            first, last = before.by_label(name, label), after.by_label(name, label)
+            found = {key: num - first.get(key, 0.0) for key, num in last.items()}
+            return {key: num for key, num in sorted(found.items()) if num > 0}
+
         return cls(
             num_steps=num_steps,
             tokens_per_step=tokens / num_steps,
@@ -97,7 +101,8 @@ class ServerSide:
             expert_hit_rate=_share(grown("expert_memory_hits_total"), needed),
             predicted_experts_per_step=after.total("activated_experts_predicted"),
             placement_switches=grown("placement_version"),
-            steps_by_micro_batches={count: num for count, num in sorted(steps.items()) if num > 0},
+            steps_by_micro_batches=grown_by("pipeline_steps_total", "micro_batches"),
+            runaways=grown_by("tier_runaways_total", "tier"),
         )
 
 

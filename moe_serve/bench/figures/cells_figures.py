@@ -1,5 +1,6 @@
-"""The figures of a run with several cells: what each did, hand-overs, and their numbers over
-time."""
+"""The figures of a run with several cells: the work of each cell, hand-overs, and numbers of cells
+over time.
+"""
 
 from __future__ import annotations
 

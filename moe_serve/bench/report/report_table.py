@@ -92,6 +92,9 @@ def server_facts(server: ServerSide) -> list[str]:
         facts.append(f"{server.placement_switches:.0f} switches of the placement")
     if server.num_preemptions:
         facts.append(f"{server.num_preemptions:.0f} preemptions")
+    if server.runaways:
+        by_tier = ", ".join(f"{num:.0f} of {tier}" for tier, num in server.runaways.items())
+        facts.append(f"runaway answers: {by_tier}")
     return facts
 
 

@@ -20,7 +20,7 @@ from moe_serve.clock import REAL_CLOCK, Clock
 
 @dataclass(frozen=True, slots=True)
 class PageOrigin:
-    """The part of a page's content that its tokens do not show."""
+    """The facts beside its tokens that the content of a page depends on."""
 
     adapter: str | None = None  # name; None: the base model
     salt: str = ""
@@ -58,10 +58,10 @@ class PageListener:
         return False
 
     def stored(self, page: PublishedPage) -> None:
-        """Notes a page that requests can find now. Its parent can be found, too."""
+        """Notes a page that requests can now find. They can already find its parent."""
 
     def removed(self, key: bytes) -> None:
-        """Notes a page that requests cannot find any more. It has no children."""
+        """Notes a page that requests can no longer find. It has no children."""
 
     def cleared(self) -> None:
         """Notes that all pages are lost."""
@@ -77,7 +77,7 @@ IGNORE_PAGES = PageListener()
 
 
 class ChangeRecord(PageListener):
-    """Collects changes until they are taken. A new record says that the cache is empty."""
+    """Collects changes until they are taken. A new record starts from an empty cache."""
 
     def __init__(
         self,
@@ -86,8 +86,9 @@ class ChangeRecord(PageListener):
         clock: Clock = REAL_CLOCK,
         give_after_s: float = math.inf,
     ) -> None:
-        """`wake` is called when there is something to take; it must not wait. `close` ends the
-        publisher. `give_after_s`: how often running sequences give their full pages."""
+        """`wake` is called when changes can be taken; it must not wait. `close` ends the publisher.
+        `give_after_s` is the time after which running sequences give their full pages.
+        """
         self._wake, self._close, self._clock = wake, close, clock
         self._give_after_s, self._next_give = give_after_s, clock() + give_after_s
         self._lock = threading.Lock()

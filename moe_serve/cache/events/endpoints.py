@@ -3,7 +3,7 @@
     tcp://*:5557        rank 1: tcp://*:5558
     ipc:///run/kv       rank 1: ipc:///run/kv_dp1
 
-Where a gateway listens, all ranks connect to its one address.
+If the gateway listens, all ranks connect to its single address.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class EventAddress:
 
 
 def read_endpoint(key: str, address: str, attach: AttachName) -> EventAddress:
-    """Reads the address that the key `key` has. Raises ConfigError."""
+    """Reads the address that is the value of `key`. Raises ConfigError."""
     match = _TCP.fullmatch(address)
     if match is not None and 0 < int(match["port"]) <= _MAX_PORT:
         is_own = bool(_OWN_HOSTS.fullmatch(match["host"]))
@@ -56,22 +56,25 @@ def read_endpoint(key: str, address: str, attach: AttachName) -> EventAddress:
 
 
 def event_endpoint(config: KVEventsConfig) -> EventAddress | None:
-    """Returns where rank 0 publishes; None: nothing is published."""
+    """Returns the address at which rank 0 publishes; None if nothing is published."""
     if config.endpoint is None:
         return None
     return read_endpoint("kv_events.endpoint", config.endpoint, config.attach)
 
 
 def replay_endpoint(config: KVEventsConfig) -> EventAddress | None:
-    """Returns where rank 0 answers for past events; always bound. None: nowhere."""
+    """Returns the address at which rank 0 answers requests for past events, which is always bound;
+    None without one.
+    """
     if config.replay_endpoint is None:
         return None
     return read_endpoint("kv_events.replay_endpoint", config.replay_endpoint, "bind")
 
 
 def check_endpoints(config: KVEventsConfig, num_ranks: int) -> None:
-    """Raises ConfigError if the addresses of all ranks cannot be used: a port that is too high, is
-    taken, or would be used twice."""
+    """Raises ConfigError if the address of a rank cannot be used: its port is too high, taken, or
+    needed twice.
+    """
     found = {
         "kv_events.endpoint": event_endpoint(config),
         "kv_events.replay_endpoint": replay_endpoint(config),

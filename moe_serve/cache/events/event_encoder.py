@@ -80,7 +80,7 @@ class EventEncoder:
         return self._event("BlockStored", _STORED, values)
 
     def _event(self, tag: str, names: Sequence[str], values: Sequence[Any]) -> object:
-        """The last value is left out if it is None, as it is optional."""
+        """Builds an event. The last value is optional and left out if it is None."""
         if values and values[-1] is None:
             names, values = names[:-1], values[:-1]
         if self.encoding == "map":

@@ -22,8 +22,9 @@ _REOPEN_S, _POLL_S = 5.0, 0.02
 
 
 class KVEvents:
-    """Opens the addresses of all ranks at once; without `kv_events.endpoint` there are none. Cells
-    that are added have further ranks, and those of a cell that has left are closed."""
+    """Opens the addresses of all ranks at once; without `kv_events.endpoint` there are none. An
+    added cell opens further addresses, and those of a cell that has left are closed.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises ConfigError for an address that cannot be used."""
@@ -38,8 +39,9 @@ class KVEvents:
             raise
 
     def open(self, ranks: range) -> None:
-        """Opens the addresses of some ranks. If one cannot be used, it raises ConfigError, and none
-        of them is open."""
+        """Opens the addresses of some ranks. Raises ConfigError if one cannot be used; then none of
+        them is open.
+        """
         try:
             for rank in ranks:
                 self._open_again(rank)
@@ -48,8 +50,9 @@ class KVEvents:
             raise
 
     def _open_again(self, rank: int) -> None:
-        """Opens the addresses of a rank. Those of one that was closed may be in use for a moment
-        still, as ZeroMQ closes them on a thread of its own."""
+        """Opens the addresses of a rank. After a close they may be in use for another moment,
+        because ZeroMQ closes them on its own thread.
+        """
         until = time.monotonic() + (_REOPEN_S if rank in self._closed else 0.0)
         while True:
             try:
@@ -96,12 +99,13 @@ class KVEvents:
         self._publishers = {**self._publishers, rank: publisher}
 
     def listener(self, rank: int) -> PageListener:
-        """Returns what the prefix cache of an attention rank tells its changes; one process has
-        rank 0, and the ranks of several cells are counted through."""
+        """Returns the listener for the changes of an attention rank's prefix cache. A single
+        process has rank 0, and the ranks of several cells are numbered consecutively.
+        """
         return self._publishers[rank].record if self._publishers else IGNORE_PAGES
 
     def stats(self) -> EventStats | None:
-        """Returns the counts of all ranks, on any thread; None if nothing is published."""
+        """Returns the counts of all ranks; None if nothing is published. Safe from any thread."""
         if self._config.kv_events.endpoint is None:
             return None
         return sum((each.stats for each in self._publishers.values()), self._past)

@@ -1,8 +1,8 @@
-"""Publishes the changes of one rank's prefix cache over ZeroMQ, on a thread of its own.
+"""Publishes the changes of one rank's prefix cache over ZeroMQ, on its own thread.
 
 Sequence numbers begin at the time of the start in microseconds, so that they also grow from one
-start of a server to the next. A subscriber that missed the restart therefore sees a gap like any
-other, asks for what it missed, and gets it from the empty cache on.
+start of a server to the next. A subscriber that missed the restart therefore sees an ordinary gap,
+asks for the missing batches, and gets them from the empty cache on.
 
 A request for batches that are no longer kept is answered with the whole cache in one batch, so a
 subscriber that comes late knows all pages, too.
@@ -64,8 +64,9 @@ class EventStats:
 
 
 class EventPublisher:
-    """Sends what `record` collects. Opens its sockets at once; `close` sends that the cache is gone
-    and ends the thread."""
+    """Sends the changes that `record` collects. Opens its sockets at once. `close` reports an empty
+    cache and ends the thread.
+    """
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class EventPublisher:
             self._publish()
             self._serve()
         except Exception:
-            _log.exception("KV events are not published any more")
+            _log.exception("KV events are no longer published")
         finally:
             self._is_closing = True
             _close(self._pub, self._router, linger_ms=_LINGER_MS)
@@ -158,8 +159,9 @@ class EventPublisher:
         self.stats += EventStats(num_replays=1)
 
     def _since(self, first: int) -> list[tuple[int, bytes]]:
-        """Returns the batches from number `first` on. If some of them are gone, the whole cache
-        stands for all up to the last."""
+        """Returns the batches from number `first` on. If some of them are gone, one batch with the
+        whole cache replaces all of them.
+        """
         sent = self._sent
         is_complete = len(sent) < (sent.maxlen or 0) or first >= sent[0][0]
         if is_complete:

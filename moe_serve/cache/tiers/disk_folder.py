@@ -159,9 +159,12 @@ def check_folder(path: Path) -> None:
             f"{os.geteuid()}: give a folder of this user."
         )
     if status.st_mode & 0o077:
+        is_shared = status.st_mode & (stat.S_ISVTX | stat.S_IWOTH)  # such as /tmp: never closed
+        advice = "" if is_shared else f", or run chmod 700 {path} if it holds nothing else"
         raise ConfigError(
-            f"cache.disk_path {path} is open to other users (mode {status.st_mode & 0o777:o}): "
-            f"run chmod 700 {path}."
+            f"cache.disk_path {path} is open to other users (mode "
+            f"{stat.S_IMODE(status.st_mode):o}): give a folder of its own, such as "
+            f"{path / 'moe-serve-pages'}{advice}."
         )
 
 

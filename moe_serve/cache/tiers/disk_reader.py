@@ -49,7 +49,7 @@ class _ReadRun:
         """Returns the pages from the first on that were read so far. Threads may still read."""
         pages: list[NDArray[np.uint8]] = []
         for part, read in zip(self.parts, self.pages, strict=True):
-            found = read.copy()  # a part that grows now must not look whole
+            found = read.copy()  # a part that is still growing must not look complete
             pages += found
             if len(found) < len(part):
                 break
@@ -85,8 +85,8 @@ class DiskReader:
         ]
 
     def open(self, secret: bytes, cipher: PageCipher | None) -> None:
-        """Begins to read, with the secret that proves headers and what decrypts pages. Measures
-        the disk, if it has pages.
+        """Begins to read, with the secret that proves headers and the cipher that decrypts pages.
+        Measures the disk, if it has pages.
 
         A failure of the disk is left to the loads that follow.
         """
@@ -155,7 +155,7 @@ class DiskReader:
             run.begin = run.begin or time.perf_counter()
             try:
                 self._read_some(run.parts[index], run.pages[index], run)
-            except Exception:  # a fault of ours must not leave a request waiting
+            except Exception:  # an internal error must not leave a request waiting
                 _log.exception("the disk tier failed to read")
             with self._lock:
                 run.num_left -= 1
@@ -208,7 +208,7 @@ class DiskReader:
         return None
 
     def _proven(self, stored: StoredPage, key: bytes, place: SlotPlace) -> NDArray[np.uint8] | None:
-        """Returns the bytes of a page if they are those that the index means."""
+        """Returns the bytes of a page if they are the page that the index describes."""
         header = stored.header
         if (header.key, header.generation) != (key, place.generation):
             return None

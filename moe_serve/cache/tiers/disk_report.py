@@ -50,7 +50,7 @@ def report(path: Path, *, now: float, verifies: bool = False) -> list[IdentityRe
 
 
 def clear(path: Path) -> int:
-    """Removes all pages in a folderand returns the bytes that they took.
+    """Removes all pages in a folder and returns the bytes that they took.
 
     Raises ConfigError if a server uses the folder.
     """

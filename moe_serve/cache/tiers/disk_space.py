@@ -28,7 +28,9 @@ _LEAST_SEGMENT = 64 * 2**20
 _MOST_SEGMENTS = 128
 _LEAST_SEGMENTS = 4
 _MOST_SLOTS = 1 << 20
-_MOST_SURVIVING = 64 * 2**20  # bytes that get a second chance, as they are in memory meanwhile
+_MOST_SURVIVING = (
+    64 * 2**20
+)  # most bytes that get a second chance, because they are in memory meanwhile
 _RESERVED = 16 * 2**20  # bytes of the day's budget that are noted at once
 
 

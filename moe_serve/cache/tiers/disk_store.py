@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 _MOST_QUEUED_BYTES = 64 * 2**20
 # The writer waits so long, or for so many pages, so that it is woken once for several steps.
 _GATHER_S, _GATHERED = 0.1, 16
-_IDLE_S = 1.0  # without a page to write, until its memory goes back to the system
+_IDLE_S = 1.0  # seconds without a page to write, after which its memory goes back to the system
 _MOST_FAILURES = 3  # in turn, before the writer stops
 
 
@@ -64,8 +64,9 @@ class DiskStore:
         key: DiskKey | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`key`: encrypts the pages; None: they are not. Raises ConfigError if the bounds are too
-        small for the pages, or the folder has pages of another key."""
+        """`key` encrypts the pages; with None they are not encrypted. Raises ConfigError if the
+        bounds are too small for the pages, or the folder has pages of another key.
+        """
         self._folder, self._limits, self._geometry = folder, limits, geometry
         self._page_bytes, self._slot_bytes = page_bytes, slot_bytes(page_bytes)
         num_slots_of(limits, self._slot_bytes)  # refuses a bound that is too small
@@ -254,7 +255,9 @@ class DiskStore:
         return len(self._queue) >= self._gathered
 
     def _keep(self, page: SavedPage) -> None:
-        """Writes one page. A failure drops it, and the third in turn ends the writing."""
+        """Writes one page. A failure drops the page, and the third failure in a row ends the
+        writing.
+        """
         result = "failed"
         try:
             assert self._space is not None, "the folder is open"
@@ -323,7 +326,7 @@ class DiskStore:
         self._written_bytes += self._slot_bytes
 
     def _seal(self, segment: Segment) -> None:
-        """Writes the footer, if the day's budget has room for it: a start can do without."""
+        """Writes the footer, if the day's budget has room for it. A start does not need it."""
         assert self._space is not None and self._own is not None, "the folder is open"
         if not self._space.may_write(segment.footer_bytes):
             segment.sync()

@@ -61,16 +61,18 @@ class DiskKey:
         return cls(path, secret)
 
     def cipher(self, salt: bytes) -> PageCipher:
-        """Returns what encrypts the pages of one identity. `salt`: random, one for each."""
+        """Returns the cipher for the pages of one identity. Each identity has its own random
+        `salt`.
+        """
         return PageCipher(self.derive("pages", salt), self.derive("names", salt))
 
     def is_of(self, noted: bytes) -> bool:
-        """Returns whether the folder of a tier has noted this key."""
+        """Returns whether the folder of a tier was made with this key."""
         salt, mac = noted[:_SALT_BYTES], noted[_SALT_BYTES:]
         return hmac.compare_digest(mac, self.derive("check", salt))
 
     def derive(self, purpose: str, salt: bytes) -> bytes:
-        """Returns a key of its own for a purpose."""
+        """Derives a separate key for a purpose."""
         return hmac.digest(self.secret, f"moe-serve kv {purpose} ".encode() + salt, "sha256")
 
 
@@ -149,7 +151,7 @@ def check_key(folder: Path, key: DiskKey | None) -> None:
 
 
 def forget_key(folder: Path) -> None:
-    """Lets a folder without pages take another key, or none. Raises OSError."""
+    """Allows a folder without pages to use another key, or no key. Raises OSError."""
     (folder / _CHECK).unlink(missing_ok=True)
 
 
@@ -161,7 +163,7 @@ def _noted(folder: Path) -> bytes | None:
 
 
 def _passed(context: CipherContext, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Returns what a cipher makes of data, of the same length."""
+    """Runs data through a cipher. The result has the same length."""
     made = np.empty(len(data) + 15, dtype=np.uint8)  # the cipher wants room for a block
     for at in range(0, len(data), _PART):
         context.update_into(data[at : at + _PART].data, made[at:].data)
@@ -196,6 +198,6 @@ def _check_file(path: Path, folder: Path, status: os.stat_result, num_bytes: int
         )
     if path.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(
-            f"cache.disk_key_file {path} is inside cache.disk_path {folder}, where a thief would "
-            "find it beside the pages: keep it elsewhere."
+            f"cache.disk_key_file {path} is inside cache.disk_path {folder}, where it would be "
+            "copied or stolen together with the pages: keep it elsewhere."
         )

@@ -1,6 +1,6 @@
-"""Memory for copies of pages, apart from that of the allocator.
+"""Memory for copies of pages, separate from that of the allocator.
 
-The allocator keeps what was freed: pages that waited for a disk once would take memory for ever.
+The allocator keeps freed memory, so pages that once waited for a disk would take memory for ever.
 This memory goes back to the system.
 """
 
@@ -36,7 +36,9 @@ class PageBuffers:
         self._lock = threading.Lock()
 
     def take(self) -> NDArray[np.uint8]:
-        """Returns memory of a page, [page_bytes]. If all is taken, it is the allocator's."""
+        """Returns memory for a page, [page_bytes]. If all of it is in use, the memory comes from
+        the allocator.
+        """
         with self._lock:
             if self._free:
                 return self._free.pop()
@@ -47,7 +49,7 @@ class PageBuffers:
         return np.empty(self._rows.shape[1], dtype=np.uint8)
 
     def give_back(self, page: NDArray[np.uint8]) -> None:
-        """Takes back what `take` returned; other memory is ignored."""
+        """Takes back memory that `take` returned. Other memory is ignored."""
         if page.base is self._bytes:
             with self._lock:
                 self._free.append(page)

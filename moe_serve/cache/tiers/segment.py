@@ -76,7 +76,9 @@ class Segment:
 
     @classmethod
     def open(cls, path: Path, slot_bytes: int, secret: bytes) -> Segment | None:
-        """Opens a file; None if its head does not prove slots of this size. Raises OSError."""
+        """Opens a file. Returns None if its head does not prove slots of this size. Raises
+        OSError.
+        """
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         head = _read_head(descriptor, secret)
         if head is None or head[1] != slot_bytes:
@@ -109,8 +111,9 @@ class Segment:
         return slot
 
     def read(self, slot: int, into: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-        """Returns a slot's bytes, header included, [slot_bytes]; in memory of its own, or of the
-        caller. Raises OSError."""
+        """Returns a slot's bytes, header included, [slot_bytes], in new memory or in that of the
+        caller. Raises OSError.
+        """
         data = np.empty(self.slot_bytes, dtype=np.uint8) if into is None else into
         count = os.preadv(self._descriptor, [data.data], self._offset(slot))
         return data[:count]
@@ -156,7 +159,7 @@ class Segment:
                 os.close(descriptor)
 
     def delete(self) -> None:
-        """Removes the file. Readers that are at work still read what they asked for."""
+        """Removes the file. Reads in progress still finish."""
         self.path.unlink(missing_ok=True)
 
     def __del__(self) -> None:

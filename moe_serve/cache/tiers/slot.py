@@ -1,4 +1,4 @@
-"""The layout of one page on a disk: a header that proves it, and the page's bytes.
+"""The layout of one page on a disk: a header that proves the page, and the page's bytes.
 
     slot     | header, seal; 4 KiB | payload, filled up to the next 4 KiB |
 

@@ -1,4 +1,4 @@
-"""Digests every byte of a checkpoint's weights, for pages that outlive the process.
+"""Computes a digest of every byte of a checkpoint's weights, for pages that outlive the process.
 
 Within one process a few samples of each file tell checkpoints apart. On a disk they would not be
 enough: a fine-tune may differ from its base in bytes that no sample reads. The digest is kept
@@ -20,7 +20,7 @@ _BLOCK = 4 * 2**20
 def weights_digest(folder: Path, kept: Path) -> bytes:
     """Returns the SHA-256 of config.json and of all weight files in `folder`.
 
-    `kept`: the file that keeps digests between starts. Raises OSError if a weight file cannot be
+    `kept` is the file that keeps digests between starts. Raises OSError if a weight file cannot be
     read.
     """
     known, total, used = _read_kept(kept), sha256(), {}

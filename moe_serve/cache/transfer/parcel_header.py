@@ -1,4 +1,5 @@
-"""The header of a parcel between two hosts: what follows it, checked before anything is read.
+"""The header of a parcel between two hosts. It describes the pages that follow, and is checked
+before they are read.
 
     magic, version | pages | bytes of a page | ticket | identity of the pages | checksum
 
@@ -23,8 +24,9 @@ class ParcelError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParcelHeader:
-    """`identity` digests all that makes pages exchangeable: the weights, how they are computed,
-    and the geometry of pages."""
+    """The header. `identity` is a digest of everything that makes pages exchangeable: the weights,
+    how they are computed, and the geometry of pages.
+    """
 
     num_pages: int
     page_bytes: int
@@ -48,7 +50,7 @@ class ParcelHeader:
         """Raises ParcelError for bytes that are no header of this version."""
         magic, version, num_pages, page_bytes, ticket, identity, checksum = _FIELDS.unpack(data)
         if magic != MAGIC:
-            raise ParcelError(f"it begins with {magic!r}, which is no parcel")
+            raise ParcelError(f"it begins with {magic!r} and is not a parcel")
         if version != VERSION:
             raise ParcelError(f"it has version {version}, but this rank reads version {VERSION}")
         return cls(
@@ -60,11 +62,11 @@ class ParcelHeader:
         )
 
     def check(self, identity: bytes, page_bytes: int, num_pages: int) -> None:
-        """Raises ParcelError if this is not the parcel that is expected, naming both values."""
+        """Raises ParcelError, with both values, if this is not the expected parcel."""
         for name, got, wanted in (
             ("the identity of its pages", self.identity.hex()[:12], identity.hex()[:12]),
             ("the size of its pages", self.page_bytes, page_bytes),
             ("their number", self.num_pages, num_pages),
         ):
             if got != wanted:
-                raise ParcelError(f"{name} is {got}, and {wanted} is expected")
+                raise ParcelError(f"{name} is {got}, but {wanted} is expected")

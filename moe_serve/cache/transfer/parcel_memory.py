@@ -21,7 +21,7 @@ _TOKEN_BYTES = 32
 
 
 class ParcelMemory:
-    """Makes the memory; others open it by its path and token."""
+    """Memory for parcels, which other processes open by its path and token."""
 
     def __init__(self, num_bytes: int) -> None:
         """Raises ConfigError where the system has no such memory."""

@@ -1,4 +1,4 @@
-"""The bytes of a page on its way to another rank, and the heads of it that a shard holds.
+"""The bytes of a page on its way to another rank, and the heads of the page that a shard holds.
 
     page on the wire | layer 0: keys, scales of keys, values, scales of values | layer 1 | ...
     one of these     | head 0 | head 1 | ...          a head: tokens x values

@@ -49,7 +49,7 @@ def run(context: typer.Context, options: BenchOptions) -> None:
 @bench.command("compare")
 @with_options(CompareReportsOptions)
 def compare_reports(options: CompareReportsOptions) -> None:
-    """Compares two reports in one table.
+    """Compare two reports in one table.
 
     The table has confidence intervals if both reports were written with --save-requests.
     """
@@ -70,7 +70,7 @@ def _run(plan: RunPlan, peer_url: str | None, results: ResultOptions) -> None:
     _check_writable(path, html)
     runs = [(plan.url, path)]
     if peer_url is not None:
-        Target.of(peer_url)  # before the first run, whose figures take their time
+        Target.of(peer_url)  # before the first run, because its figures take time to compute
         runs.append((peer_url, path and path.with_stem(f"{path.stem}-peer")))
     reports: list[Report] = []
     for url, path in runs:
@@ -111,7 +111,7 @@ def _is_bad(report: Report, max_error_rate: float) -> bool:
 
 
 def _measure(plan: RunPlan) -> Report:
-    """Runs one benchmark; a server that cannot be reached ends the command with exit code 1."""
+    """Runs one benchmark. If the server cannot be reached, the command ends with exit code 1."""
     from rich.console import Console
 
     from moe_serve.bench.bench_run import run_bench
@@ -141,7 +141,7 @@ def _with_uvloop(work: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine with uvloop, which takes less CPU time per event; the server uses it too."""
     try:
         import uvloop
-    except ImportError:  # there is none for Windows
+    except ImportError:  # uvloop does not exist for Windows
         return asyncio.run(work)
     return uvloop.run(work)
 
@@ -158,7 +158,7 @@ def _show_pair(a: Report, b: Report, html: Path | None) -> None:
 
 
 def _check_writable(*paths: Path | None) -> None:
-    """Checks output paths before the run, as the figures would be lost after it."""
+    """Checks output paths before the run: an error after the run would lose its figures."""
     for path in paths:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise BenchError(f"cannot write {path}: it is a folder, or its folder does not exist.")

@@ -83,15 +83,16 @@ def _check(options: BenchOptions) -> None:
 
 
 def check_load(load: LoadOptions, prompts: Path | None = None) -> None:
-    """Refuses options of a load that contradict each other. `prompts`: a file of prompts. Raises
-    BenchError."""
+    """Refuses options of a load that contradict each other. `prompts` is a file of prompts. Raises
+    BenchError.
+    """
     arrivals, trace = load.arrivals, load.trace
     if arrivals.concurrency is not None and arrivals.rate is not None:
         raise BenchError("--concurrency and --rate cannot be combined: give one of them.")
     if arrivals.swing and arrivals.rate is None:
         raise BenchError("--swing only applies to --rate: give --rate, or leave --swing out.")
     if arrivals.period != ArrivalOptions().period and not arrivals.swing:
-        raise BenchError("--period is that of --swing: give --swing, or leave --period out.")
+        raise BenchError("--period only applies to --swing: give --swing, or leave --period out.")
     if trace.trace is not None and prompts is not None:
         raise BenchError("--trace and --prompts cannot be combined: give one of them.")
     if arrivals.burstiness != 1.0 and arrivals.rate is None:
@@ -138,8 +139,9 @@ def _check_key(key: str | None) -> None:
 def workload_of(
     load: LoadOptions, seed: int | None, prompts: Path | None = None, tiers: Path | None = None
 ) -> Workload:
-    """Returns the workload of these options, with its trace, a file of prompts and one of tiers
-    read. `seed` None: a new one. Raises BenchError."""
+    """Returns the workload that these options describe, and reads its trace, its prompts and its
+    tiers. With `seed` None the seed is random. Raises BenchError.
+    """
     arrivals, lengths, path = load.arrivals, load.lengths, load.trace.trace
     num_requests, rate = arrivals.requests, arrivals.rate
     if num_requests is None and arrivals.duration is None and path is None:

@@ -1,4 +1,4 @@
-"""Options of a load and of the report on it, which the commands share that run or simulate one."""
+"""Options about a load and the report on it, shared by the commands that run or simulate a load."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ArrivalOptions:
     duration: float | None = option(
         None,
         min=0.001,
-        help="Let no request arrive after this many seconds. Default: no limit.",
+        help="Time in seconds after which no more requests arrive. Default: no limit.",
         rich_help_panel=LOAD,
     )
 
@@ -154,9 +154,12 @@ class TierOptions:
         None,
         "--tiers",
         metavar="FILE",
-        help="YAML file with `tiers`, as the server's scheduler.tiers, and optionally `shares` and "
-        "`priorities` by tier. Rows of a trace keep their own tiers; those of other requests are "
-        "drawn by the shares. The report then has the figures of each tier.",
+        help=(
+            "YAML file with `tiers`, in the form of the server's scheduler.tiers, and optionally "
+            "`shares` and `priorities` by tier. Requests of a trace keep the tiers of their rows; "
+            "other requests get tiers at random, in proportion to the shares. The report has "
+            "figures for each tier."
+        ),
         rich_help_panel=LOAD,
     )
 

@@ -41,13 +41,13 @@ def doctor(
         bool, typer.Option("--json", help="Print the result as JSON, for scripts.")
     ] = False,
 ) -> None:
-    """Checks this machine: hardware, which backends can be used and why, and problems with serving.
+    """Check this machine: hardware, which backends can be used and why, and problems with serving.
 
     The exit code is 1 if something is missing without which a server cannot run.
     """
     flags = {} if model is None else {"model.path": model}
     config = load_config(flags=flags, environ=os.environ, file=config_file).config
-    set_up_logs(config.log)  # building the kernels says so
+    set_up_logs(config.log)  # building the kernels logs its progress
     report = look_at_machine(config.server.host, config.server.port)
     sections, checks = dict(report.sections), machine_checks(report)
     if model is not None and not has_problem(checks):

@@ -63,8 +63,8 @@ def look_at_machine(host: str = "127.0.0.1", port: int = 8000) -> MachineReport:
         "clock": clock(),
     }
     try:
-        # torch is looked at here and nowhere else in the CLI: `doctor` must also run where the
-        # import fails, and say why.
+        # Only this module of the CLI inspects torch: `doctor` must also run where importing torch
+        # fails, and say why.
         import torch
     except (ImportError, OSError) as error:
         reason = f"torch cannot be imported: {error}"

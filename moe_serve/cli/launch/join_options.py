@@ -1,4 +1,4 @@
-"""Checks the options of a node that joins a launch, before anything slow is imported."""
+"""Checks the options of a node that joins a launch. It imports nothing slow."""
 
 from __future__ import annotations
 

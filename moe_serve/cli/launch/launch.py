@@ -109,8 +109,8 @@ def _placed_by_others(
 ) -> Deployment:
     """Returns the deployment for a system that chooses the nodes itself.
 
-    Names and addresses of a cluster file mean nothing there: its settings become variables, and its
-    layout must be the one that every node derives.
+    The names and addresses in a cluster file do not apply there: its settings become environment
+    variables, and its layout must be the one that every node derives by itself.
     """
     counts = loaded.config.engine.cluster
     if layout != share_out(wanted_ranks(loaded), layout.num_nodes):
@@ -150,7 +150,9 @@ def _variables(settings: Mapping[str, object]) -> dict[str, str]:
 
 def _text(value: object) -> str:
     if isinstance(value, list | dict):
-        return json.dumps(value)  # with commas an empty list would count as not set
+        return json.dumps(
+            value
+        )  # If lists were joined with commas, an empty list would count as not set.
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -170,7 +172,7 @@ def _write(folder: Path, name: str, text: str) -> Path:
 
 @with_options(LaunchOptions)
 def launch(options: LaunchOptions) -> None:
-    """Serves a model on several nodes: run the same command on each node.
+    """Serve a model on several nodes: run the same command on each node.
 
     Node 0 serves HTTP and coordinates. The other nodes start the ranks that node 0 asks for.
     """
@@ -181,7 +183,7 @@ def launch(options: LaunchOptions) -> None:
         node = joining_node(options)
         # Imported late, as below.
         with ending_at_interrupt():
-            from moe_serve.cli.launch.join_node import join_launch
+            from moe_serve.cli.launch.launch_node import join_launch
 
         join_launch(options, node, os.environ)
         return
@@ -199,8 +201,9 @@ def launch(options: LaunchOptions) -> None:
 
 
 def run_from_here(request: LaunchRequest, environ: Mapping[str, str]) -> int:
-    """Starts the same command on every host of the hostfile, and returns the exit code of the first
-    that fails. Raises ConfigError before anything starts."""
+    """Starts the same command on every host in the hostfile, and returns the exit code of the first
+    host that fails. Raises ConfigError before anything starts.
+    """
     hostfile = request.options.start.hostfile
     assert hostfile is not None, "run_from_here needs a hostfile"
     hosts = read_hostfile(hostfile)

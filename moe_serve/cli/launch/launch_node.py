@@ -1,4 +1,6 @@
-"""Runs one node of a launch: node 0 serves and coordinates, the others run an agent."""
+"""Runs one node of a launch: node 0 serves and coordinates, the others run an agent, and so does a
+node that joins later.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ import psutil
 import typer
 
 from moe_serve.cli.console import optional_output
-from moe_serve.cli.launch.launch_options import LaunchRequest
+from moe_serve.cli.launch.launch_options import LaunchOptions, LaunchRequest
+from moe_serve.cli.options import settings
 from moe_serve.cli.serve.serve import check_can_listen, check_is_guarded
+from moe_serve.cli.serve.server_options import flag_settings
 from moe_serve.cli.serve.service import BuildEngine, run_service
 from moe_serve.cluster.cell_start import NewCell, StarterOfCell
 from moe_serve.cluster.control.channel import Channel
@@ -25,7 +29,13 @@ from moe_serve.cluster.launch.cell_nodes import CellNodes
 from moe_serve.cluster.launch.cluster_file import find_node
 from moe_serve.cluster.launch.environment import NodeEnvironment, detect_node, is_spare_copy
 from moe_serve.cluster.launch.hosts import HostPort, own_address
-from moe_serve.cluster.launch.node_agent import AgentMessage, NodeLife, connect_agent
+from moe_serve.cluster.launch.node_agent import (
+    AgentMessage,
+    JoiningNode,
+    NodeLife,
+    connect_agent,
+    connect_joining,
+)
 from moe_serve.cluster.launch.node_layout import NodeLayout
 from moe_serve.cluster.launch.node_ranks import NodeRanks
 from moe_serve.cluster.launch.node_starter import NodeStarter
@@ -35,7 +45,7 @@ from moe_serve.cluster.started_ranks import MakeStarter, build_cluster
 from moe_serve.config.cell_config import cell_shapes
 from moe_serve.config.logs import is_json_log, set_up_logs
 from moe_serve.config.sections import Config, EngineConfig
-from moe_serve.config.sources import CLUSTER_SECRET_VARIABLE, LoadedConfig
+from moe_serve.config.sources import CLUSTER_SECRET_VARIABLE, LoadedConfig, load_config
 from moe_serve.engine.build import BuiltEngine
 from moe_serve.errors import ConfigError
 from moe_serve.model.hub.named_model import local_model
@@ -107,7 +117,7 @@ def find_secret(
 def run_agent(
     config: Config, node: NodeEnvironment, secret: ClusterSecret, environ: Mapping[str, str]
 ) -> None:
-    """Runs the agent of one of the first nodes, see `run_life`."""
+    """Runs the agent of a node that was there from the start; see `run_life`."""
 
     def find(timeout_s: float) -> Channel[AgentMessage]:
         channel = connect_agent(node, socket.gethostname(), secret, timeout_s)
@@ -200,7 +210,7 @@ def _build_cells(
 
 
 def starter_of_cells(nodes: CellNodes) -> StarterOfCell:
-    """Returns what starts the ranks of each cell on the nodes of a launch."""
+    """Returns the object that starts the ranks of each cell on the nodes of a launch."""
 
     def of_cell(cell: NewCell) -> MakeStarter:
         return lambda host, port, secret, num_threads: nodes.starter_of(
@@ -211,8 +221,9 @@ def starter_of_cells(nodes: CellNodes) -> StarterOfCell:
 
 
 def config_of_node_0(config: Config, layout: NodeLayout, host: str) -> Config:
-    """Returns the configuration for node 0: ranks and coordinator listen at `host` and share a
-    node's cores, as all nodes are alike."""
+    """Returns the configuration for node 0. Ranks and coordinator listen at `host`, and the ranks
+    of a node share its cores equally, because all nodes are alike.
+    """
     most = max(len(ranks) for ranks in layout.nodes)
     threads = config.engine.model.num_threads or max(1, (os.cpu_count() or 1) // most)
     engine = replace(
@@ -232,3 +243,30 @@ def _describe(node: NodeEnvironment, layout: NodeLayout) -> list[str]:
     where = f"# this is node {node.node_rank} of {node.num_nodes} ({node.kind}), "
     lines = [f"{where}node 0 is at {node.coordinator}"]
     return lines + [f"# node {n}: {layout.describe(n)}" for n in range(layout.num_nodes)]
+
+
+def join_launch(
+    options: LaunchOptions, node: JoiningNode, environ: MutableMapping[str, str]
+) -> None:
+    """Runs the agent until its cells have left after a signal, or the launch ends. Raises
+    ConfigError and ClusterError."""
+    given = {} if options.model is None else {"model.path": options.model}
+    loaded = load_config(
+        flags={**given, **flag_settings(settings(options))},
+        environ=environ,
+        file=options.run.config_file,
+    )
+    set_up_logs(loaded.config.log)
+    secret = find_secret(options.nodes.secret_file, environ, is_needed=True)
+    # Before the node connects, because its ranks read the files from its own disk.
+    local_model(loaded.config.engine.model.path, is_quiet=is_json_log())
+    limit = loaded.config.engine.cluster.start_timeout_s
+    tell(f"node {node.name} looks for the launch at {node.coordinator}, for up to {limit:g} s")
+
+    def find(timeout_s: float) -> Channel[AgentMessage]:
+        channel = connect_joining(node, socket.gethostname(), secret, timeout_s)
+        found = f"node {node.name} offers {node.num_places} places"
+        tell(f"{found} to the launch at {node.coordinator}")
+        return channel
+
+    run_life(loaded.config, find, secret, environ, has_joined=True)

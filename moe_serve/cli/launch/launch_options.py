@@ -79,8 +79,10 @@ class NodeOptions:
         None,
         min=1,
         max=MAX_PLACES,
-        help="Largest number of ranks on this node, with --join. Default: its number of "
-        "accelerators, or without any, of cores.",
+        help=(
+            "Largest number of ranks on this node, with --join. Default: the number of its "
+            "accelerators; on a node without accelerators, the number of its cores."
+        ),
         rich_help_panel=NODES,
     )
     secret_file: Path | None = option(
@@ -239,7 +241,7 @@ class LaunchRequest:
         return layout
 
     def devices(self) -> dict[RankName, int]:
-        """Returns the accelerator of each rank to which the cluster file gives one."""
+        """Returns the accelerators that the cluster file assigns, by rank."""
         nodes = () if self.cluster is None else self.cluster.nodes
         return {
             rank: device
@@ -274,7 +276,7 @@ def launch_request(options: LaunchOptions) -> LaunchRequest:
     flags = setting_flags(rest)
     if run.config_file is not None:
         flags += ("--config", str(run.config_file.absolute()))
-    if run.print_config:  # with --hostfile every host says what it would do
+    if run.print_config:  # with --hostfile every host prints its own configuration
         flags += ("--print-config",)
     command = LaunchCommand(
         model=options.model,

@@ -1,1 +1,1 @@
-"""`moe-serve models`: what the cache of models holds, and fetching or removing a model."""
+"""`moe-serve models`: lists the models in the cache, downloads them and removes them."""

@@ -1,4 +1,4 @@
-"""`moe-serve models`: lists the models in the shared cache, fetches and removes them."""
+"""`moe-serve models`: lists, downloads and removes models in the shared cache."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def list_models(context: typer.Context, options: ListOptions) -> None:
 @models.command()
 @with_options(NamedOptions)
 def pull(options: NamedOptions) -> None:
-    """Downloads a model into the shared cache without serving it.
+    """Download a model into the shared cache without serving it.
 
     An interrupted download continues where it ended. HF_ENDPOINT chooses another hub, and HF_TOKEN
     gives the token for a gated or private model.
@@ -90,7 +90,7 @@ def pull(options: NamedOptions) -> None:
 @models.command()
 @with_options(NamedOptions)
 def remove(options: NamedOptions) -> None:
-    """Removes a model from the shared cache.
+    """Remove a model from the shared cache.
 
     With a revision (a branch, a tag, a commit or the beginning of one), only that
     revision is removed.

@@ -38,7 +38,7 @@ def spread(arguments: Sequence[str]) -> list[str]:
 class ManyFilesCommand(TyperCommand):
     """A command with options that take several files."""
 
-    # A context is click's, or typer's own copy of it, by typer's version.
+    # Depending on typer's version, a context is click's or typer's own copy of it.
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, spread(args))
 
@@ -80,7 +80,7 @@ def plan(context: typer.Context, options: PlaceOptions) -> None:
 
 
 def _read(options: PlaceOptions) -> ProblemWithSources:
-    """Reads the inputs. Ctrl-C during that ends the command, as there is not a plan to write."""
+    """Reads the inputs. Ctrl-C during the reading ends the command, because no plan exists yet."""
     try:
         from moe_serve.cli.place.place_plan import check_plan_options, pose
 
@@ -96,7 +96,7 @@ def _read(options: PlaceOptions) -> ProblemWithSources:
 @place.command(cls=ManyFilesCommand)
 @with_options(CompareOptions)
 def compare(options: CompareOptions) -> None:
-    """Compares the planned placement with all reference methods on the same loads."""
+    """Compare the planned placement with all reference methods on the same loads."""
     from moe_serve.cli.place.place_plan import run_compare
 
     if not run_compare(options):
@@ -106,7 +106,7 @@ def compare(options: CompareOptions) -> None:
 @place.command(cls=ManyFilesCommand)
 @with_options(ShowOptions)
 def show(options: ShowOptions) -> None:
-    """Shows the load of each device and the hottest expert of each layer under a plan."""
+    """Show the load of each device and the hottest expert of each layer under a plan."""
     from moe_serve.cli.place.place_show import run_show
 
     run_show(options)
@@ -115,7 +115,7 @@ def show(options: ShowOptions) -> None:
 @place.command()
 @with_options(CheckOptions)
 def check(options: CheckOptions) -> None:
-    """Checks that a plan fits a model and a cluster.
+    """Check that a plan fits a model and a cluster.
 
     The exit code is 1 if it does not fit, with the reasons, and 2 if the file is not a plan.
     """

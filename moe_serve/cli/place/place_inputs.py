@@ -149,7 +149,7 @@ _GIVE = (
     "give a file that `moe-serve place` wrote (with --out or --export), or a plan of "
     "SGLang, vLLM, TensorRT-LLM or vLLM-Ascend."
 )
-_YAML_PLAN = re.compile(rf"^{trtllm.ASSIGNMENTS}:", re.MULTILINE)  # whatever its file is called
+_YAML_PLAN = re.compile(rf"^{trtllm.ASSIGNMENTS}:", re.MULTILINE)  # whatever the name of its file
 
 
 def read_plan(path: Path, facts: PlanFacts) -> EnginePlan:
@@ -267,7 +267,7 @@ def _request(options: PlaceOptions | CompareOptions) -> ProblemRequest:
 
 
 def check_limits_given(limits: LimitOptions) -> None:
-    """Checks options that need others. Raises ConfigError."""
+    """Checks that options are given together with those that they need. Raises ConfigError."""
     if limits.max_moves is not None and limits.current is None:
         raise ConfigError("--max-moves limits changes to a plan in use: give it with --current.")
     if limits.groups is None and limits.max_nodes_per_group != 1:
@@ -317,7 +317,7 @@ def model_facts(options: ModelFactsOptions) -> ModelFacts:
 
 
 def _model_path(given: str) -> Path:
-    """Returns the path to a model. Of a name on a hub, only the config.json is fetched."""
+    """Returns the path to a model. For a name on a hub, only the config.json is downloaded."""
     from moe_serve.model.hub.hub_name import hub_name_of
 
     name = hub_name_of(given)

@@ -178,7 +178,7 @@ class DeviceOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitOptions:
-    """Options about what a plan must keep."""
+    """Options about the limits that a plan must keep."""
 
     current: Path | None = option(
         None,

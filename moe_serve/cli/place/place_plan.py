@@ -45,7 +45,7 @@ from moe_serve.cli.place.place_options import CompareOptions, PlaceOptions
 from moe_serve.cli.place.place_tables import judged_tables, legend, print_report, scenario_table
 from moe_serve.errors import ConfigError
 
-_Tell = Callable[[str, float], None]  # words, and the part that is done
+_Tell = Callable[[str, float], None]  # a description, and the share that is done
 _FIRST_LINE_S, _NEXT_LINE_S = 5.0, 10.0
 
 
@@ -195,8 +195,8 @@ def _write(options: PlaceOptions, sources: ProblemWithSources, solution: Solutio
     if lines and solution.copies_LED is not None:
         num_doubled = int((solution.copies_LED - 1).clip(min=0).sum())
         lines.append(
-            f"{num_doubled} copies lay beside another of their expert on a device: what is written "
-            "leaves them out, so its loads may differ from the figures above"
+            f"{num_doubled} copies were on a device that already has a copy of their expert: the "
+            "written plan leaves them out, so its loads may differ from the figures above"
         )
     return lines
 
@@ -209,16 +209,18 @@ def _write_ours(placement: Placement, path: Path) -> None:
 
 
 def _needed(name: str, placement: Placement) -> str:
-    """Returns how to give the plan to the engine."""
+    """Returns the options with which the other engine takes the plan."""
     ranks_of = next(iter(placement.ranks_of.values()))
     num_replicas = sum(map(len, ranks_of)) - placement.num_experts
     return {
-        "sglang": f"it goes with --ep-num-redundant-experts {num_replicas} --ep-size "
-        f"{placement.num_ranks} and an --ep-dispatch-algorithm",
-        "vllm": f"it goes with num_redundant_experts {num_replicas} of --eplb-config",
+        "sglang": (
+            f"use it with --ep-num-redundant-experts {num_replicas} --ep-size "
+            f"{placement.num_ranks} and an --ep-dispatch-algorithm"
+        ),
+        "vllm": f"use it with num_redundant_experts {num_replicas} in --eplb-config",
         "trtllm": "it is moe_config.load_balancer",
-        "ascend": "it is eplb_config.expert_map_path of --additional-config",
-        "csv": "a row for each copy of an expert",
+        "ascend": "give its path as eplb_config.expert_map_path in --additional-config",
+        "csv": "it has one row for each copy of an expert",
     }[name]
 
 

@@ -34,7 +34,7 @@ from moe_serve.cli.place.place_options import CheckOptions, ShowOptions
 from moe_serve.cli.place.place_tables import judged_tables, scenario_table
 from moe_serve.errors import ConfigError
 
-_LOW, _HIGH = 0.5, 2.0  # times the mean: beyond them the colours do not change
+_LOW, _HIGH = 0.5, 2.0  # multiples of the mean; beyond them the colour does not change
 _BLUE, _WHITE, _RED = (33, 102, 172), (247, 247, 247), (178, 24, 43)
 
 

@@ -15,7 +15,7 @@ from experts.placement.plan_check import gib
 from experts.placement.plan_report import PlanReport
 from moe_serve.cli.console import counted, wide_console
 
-_TARGET = 0.95  # balancedness: how many replicas it takes at least
+_TARGET = 0.95  # balancedness for which the least number of replicas is reported
 
 
 def print_report(report: PlanReport) -> None:

@@ -29,7 +29,7 @@ predictor = typer.Typer(
 @predictor.command()
 @with_options(TrainOptions)
 def train(options: TrainOptions) -> None:
-    """Trains predictors of a model's routing on texts or traces.
+    """Train predictors of a model's routing on texts or traces.
 
     Ctrl-C ends the training and keeps the best predictor so far. Each predictor comes with a card:
     a JSON file with its training data, settings and figures.
@@ -58,7 +58,7 @@ def train(options: TrainOptions) -> None:
 @predictor.command()
 @with_options(EvaluateOptions)
 def evaluate(options: EvaluateOptions) -> None:
-    """Evaluates predictors on texts that they were not trained on.
+    """Evaluate predictors on texts that they were not trained on.
 
     The figures have 95% confidence intervals over the documents.
     """

@@ -38,7 +38,7 @@ from routing_predictor.traces.fitting import Progress, Recipe
 from routing_predictor.traces.trace import RoutingTrace
 from routing_predictor.traces.trace_file import read_traces
 
-Verdicts = dict[str, list[PredictorVerdict]]  # by what was judged
+Verdicts = dict[str, list[PredictorVerdict]]  # by the judged predictor
 
 _UNSEEN_SHARE = 0.25  # of the requests of a trace
 

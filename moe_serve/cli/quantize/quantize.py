@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
-from collections.abc import Iterator
-from types import FrameType
 
 import typer
 
-from moe_serve.cli.console import check_output
+from moe_serve.cli.console import check_output, interrupted_by_terminate
 from moe_serve.cli.options import with_options
 from moe_serve.cli.predictor.predictor import progress_bar
 from moe_serve.cli.quantize.quantize_options import QuantizeOptions
@@ -18,7 +14,7 @@ from moe_serve.cli.quantize.quantize_options import QuantizeOptions
 
 @with_options(QuantizeOptions)
 def quantize(options: QuantizeOptions) -> None:
-    """Quantises a checkpoint's experts, attention and head, layer by layer.
+    """Quantise a checkpoint's experts, attention and head, layer by layer.
 
     Writes a folder in compressed-tensors format that moe-serve, transformers and vLLM load. With
     --texts, the result is compared with the original on held-out texts.
@@ -28,7 +24,7 @@ def quantize(options: QuantizeOptions) -> None:
 
     from moe_serve.cli.quantize.quantize_run import run_quantize
 
-    with _ended_by_terminate(), progress_bar() as progress:
+    with interrupted_by_terminate(), progress_bar() as progress:
         outcome = run_quantize(options, progress)
 
     from moe_serve.quantize.quantise_report import record, summary
@@ -37,17 +33,3 @@ def quantize(options: QuantizeOptions) -> None:
     if options.report is not None:
         text = json.dumps(record(outcome), indent=2) + "\n"
         options.report.write_text(text, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _ended_by_terminate() -> Iterator[None]:
-    """Makes SIGTERM an interrupt, so that the unfinished folder is removed."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -33,13 +33,18 @@ class QuantizeOptions:
     group: int = option(32, help="Number of inputs that share a scale: 32, 64 or 128.")
     method: str = option(
         "rtn",
-        help="rtn rounds to the nearest value; gptq rounds for the inputs that --texts give.",
+        help=(
+            "rtn rounds each weight to the nearest value; gptq keeps the error small on the "
+            "inputs that --texts cause."
+        ),
     )
     texts: list[Path] | None = option(
         None,
-        help="Text files (.txt or .txt.xz), or folders of them, to calibrate and measure on; a "
-        "folder or file is a domain. A part is held out for the measurement. May be given more "
-        "than once.",
+        help=(
+            "Text files (.txt or .txt.xz), or folders of them, to calibrate and measure on; each "
+            "folder or file is one domain. A part of the texts is held out for the measurement. "
+            "May be given more than once."
+        ),
     )
     held_out: list[Path] | None = option(
         None,
@@ -52,18 +57,24 @@ class QuantizeOptions:
     attention: str | None = option(
         None,
         show_default="w8; keep with mxfp4",
-        help="Storage of attention, shared experts and dense MLPs: w8 (int8, a scale for each "
-        "row), w4 (int4 in groups) or keep (attention only; the others are then stored as --scheme "
-        "says).",
+        help=(
+            "Storage of attention, shared experts and dense MLPs: w8 (int8, one scale per row), "
+            "w4 (int4 in groups) or keep (attention stays as it is, and the others are stored as "
+            "--scheme says)."
+        ),
     )
     head: str = option("keep", help="Storage of the output head: keep, w8 or w4.")
     int8_layers: str | None = option(
         None,
-        help="auto:BUDGET stores the experts of the most sensitive layers in int8: the others may "
-        "change the model by BUDGET nats a token (KL divergence), such as auto:0.02.",
+        help=(
+            "auto:BUDGET, such as auto:0.02, stores the experts of the most sensitive layers in "
+            "int8, so that the other layers change the model by at most BUDGET nats a token (KL "
+            "divergence)."
+        ),
     )
     keep: str | None = option(
-        None, help="Regular expression: modules whose name contains a match are not quantised."
+        None,
+        help=("Regular expression. Modules whose names it matches in any part are not quantised."),
     )
     pooling: bool = option(
         True,
@@ -78,7 +89,7 @@ class QuantizeOptions:
     seed: int = option(0, help="Seed for the choice of texts.")
 
     def check(self) -> None:
-        """Raises ConfigError for values that do not exist or do not fit together."""
+        """Raises ConfigError for values that are not allowed or contradict each other."""
         _check_one_of("--scheme", self.scheme, SCHEMES)
         _check_one_of("--method", self.method, METHODS)
         _check_one_of("--attention", self.attention or "keep", _ATTENTION)
@@ -86,7 +97,7 @@ class QuantizeOptions:
         if self.scheme == MXFP4:
             self._check_mxfp4()
         if self.group not in GROUPS:
-            raise ConfigError(f"--group is {self.group}: it is one of 32, 64, 128.")
+            raise ConfigError(f"--group must be one of 32, 64, 128; got {self.group}.")
         if self.method == "gptq" and not self.texts:
             raise ConfigError("--method gptq needs --texts to calibrate on: give text files.")
         if self.held_out and not self.texts:
@@ -99,12 +110,12 @@ class QuantizeOptions:
             raise ConfigError("--int8-layers needs --texts to measure the layers on.")
 
     def _check_mxfp4(self) -> None:
-        """Raises ConfigError for options that MXFP4 checkpoints cannot follow."""
+        """Raises ConfigError for options that do not apply to MXFP4 checkpoints."""
         others = (self.method, self.attention or "keep", self.head, self.group)
         if others != ("rtn", "keep", "keep", 32):
             raise ConfigError(
-                "--scheme mxfp4 stores experts alone, in groups of 32, rounded to nearest: leave "
-                "out --method, --attention, --head and --group."
+                "--scheme mxfp4 quantises only experts, in groups of 32, rounded to nearest: "
+                "leave out --method, --attention, --head and --group."
             )
 
     @property
@@ -118,12 +129,12 @@ class QuantizeOptions:
                 raise ValueError
         except ValueError:
             raise ConfigError(
-                f"--int8-layers is {self.int8_layers!r}: it is auto:BUDGET with a budget from 0 to "
-                "100 nats, such as auto:0.02."
+                "--int8-layers must be auto:BUDGET with a budget from 0 to 100 nats, such as "
+                f"auto:0.02; got {self.int8_layers!r}."
             ) from None
         return budget
 
 
 def _check_one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ConfigError(f"{flag} is {value!r}: it is one of {', '.join(allowed)}.")
+        raise ConfigError(f"{flag} must be one of {', '.join(allowed)}; got {value!r}.")

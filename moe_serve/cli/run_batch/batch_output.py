@@ -1,4 +1,4 @@
-"""The lines of a batch file, in OpenAI's format, and the file of rows that answer them.
+"""Reads the lines of a batch file in OpenAI's format, and writes the rows that answer them.
 
 {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 
@@ -21,7 +21,7 @@ from moe_serve.errors import ConfigError
 from moe_serve.json_text import parse_json
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-ROW_START = b'{"id": "batch_req_'  # with which each row begins
+ROW_START = b'{"id": "batch_req_'  # the beginning of each row
 _MAX_ID_CHARS = 512
 
 
@@ -110,8 +110,9 @@ def read_line(number: int, text: bytes) -> BatchLine | BatchRow:
 
 
 def repeated(number: int, custom_id: str, first: int) -> BatchRow:
-    """Returns the row of a line whose custom_id an earlier line has; the row has no custom_id, as
-    the earlier row has it."""
+    """Returns the row for a line that repeats the custom_id of an earlier line. It has no
+    custom_id, because the row of the earlier line has it.
+    """
     message = f"line {number} repeats the custom_id of line {first}, {custom_id[:80]!r}."
     return _bad(number, None, "repeated_custom_id", message)
 
@@ -157,8 +158,9 @@ class BatchOutput:
         return custom_id in self._custom_ids
 
     def append(self, row: BatchRow) -> None:
-        """Appends a row in one write, so that a reader, or a killed process, leaves the row whole
-        or absent."""
+        """Appends a row in one write, so that the file has the whole row or none of it, even if the
+        process is killed.
+        """
         self._write(row.to_json())
 
     def _write(self, content: bytes) -> None:
@@ -181,8 +183,9 @@ class BatchOutput:
         return self.path.is_file()
 
     def _read(self) -> None:
-        """Reads the rows of earlier runs; half a row at the end, of a run that was killed, is cut
-        off."""
+        """Reads the rows of earlier runs, and cuts off half a row that a killed run has left at the
+        end.
+        """
         if not self._is_regular:
             return
         complete = 0

@@ -27,11 +27,14 @@ from moe_serve.cli.server_client import ServerAddress, is_distrust, no_connectio
 from moe_serve.errors import ConfigError, EngineDeadError
 
 OWN_URL = "http://moe-serve"  # of the application in this process
-NUM_TRIES = 6  # of a line whose connection broke, or that a full queue refused
+NUM_TRIES = 6  # tries of a line whose connection broke or that a full queue refused
 _MAX_WAIT_S = 30.0
 _RETRIED = frozenset({429, 503})
 _JSON = {"Content-Type": "application/json"}
-_HEALTH_PATHS = ("/health/live", "/v1/models")  # asked of moe-serve, and of any other server
+_HEALTH_PATHS = (
+    "/health/live",
+    "/v1/models",
+)  # routes that show readiness: of moe-serve, and of any other server
 
 
 class BatchTarget:
@@ -44,7 +47,7 @@ class BatchTarget:
         transport: httpx.AsyncBaseTransport | None = None,
         pause_s: float = 0.5,
     ) -> None:
-        self._pause_s = pause_s  # before the second try; it doubles with each
+        self._pause_s = pause_s  # before the second try; doubles with each further try
         address = ServerAddress.parse(url, api_key)
         self.url = address.url
         self._client = httpx.AsyncClient(
@@ -80,9 +83,10 @@ class BatchTarget:
             raise ConfigError(f"{self.url} refuses the API key: give --api-key KEY, or @FILE.")
 
     async def send(self, line: BatchLine) -> BatchRow:
-        """Returns the row of the line. Raises EngineDeadError if the server is gone, so that no row
-        is written for lines that another run may still get answered."""
-        # In ASCII: the server is to refuse half of a surrogate pair, or NaN.
+        """Sends the line and returns its row. Raises EngineDeadError if the server is gone: then no
+        row is written, and another run can send the line again.
+        """
+        # The body is ASCII, so that the server gets, and refuses, half of a surrogate pair or NaN.
         content = json.dumps(dict(line.body)).encode()
         problem = ""
         for attempt in range(NUM_TRIES):
@@ -197,8 +201,9 @@ class BatchReader:
             self._hand_over(error)
 
     def _hand_over(self, found: Numbered | BaseException | None) -> bool:
-        """Hands a line over; False if no more lines are wanted, in which case the loop may have
-        ended."""
+        """Hands a line over. Returns False if no more lines are wanted; the loop may have ended
+        then.
+        """
         with self._lock:
             if not self._is_closed:
                 self._loop.call_soon_threadsafe(self._found.put_nowait, found)
@@ -247,9 +252,10 @@ async def run_lines(
     concurrency: int,
     count: BatchCount,
 ) -> None:
-    """Answers the lines that have no row yet. Raises what the target raises; written rows stay.
+    """Answers the lines that have no row yet. Errors of the target are raised; rows that are
+    written stay.
 
-    A thread iterates `lines`, and stays in the iteration if the next line does not arrive.
+    A thread iterates over `lines`, and keeps waiting if the next line does not arrive.
     """
     with BatchReader(lines) as reader:
         todo = _Todo(reader, output, count)

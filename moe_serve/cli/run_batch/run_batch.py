@@ -68,7 +68,7 @@ class RunBatchOptions:
 
 @with_options(RunBatchOptions)
 def run_batch(options: RunBatchOptions) -> None:
-    """Answers a file of requests, one JSON object per line, and writes the answers to a file.
+    """Answer a file of requests, one JSON object per line, and write the answers to a file.
 
     Run the same command again to continue after an interruption: requests that the output file
     already answers are skipped. Exit codes: 0 all requests were answered, 1 the server cannot be

@@ -39,6 +39,13 @@ class AdapterOptions:
         "given more than once. Default: none.",
         rich_help_panel=_PANEL,
     )
+    merge_adapter: str | None = option(
+        None,
+        key="model.merge_adapter",
+        help="Folder of an adapter to merge into the model at the start, for a server of this "
+        "fine-tune alone. Default: none.",
+        rich_help_panel=_PANEL,
+    )
     max_lora_rank: int | None = option(
         None,
         key="adapters.max_rank",

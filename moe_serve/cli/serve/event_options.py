@@ -20,7 +20,7 @@ _KEYS = {
     "hwm": "kv_events.hwm",
 }
 _SWITCHES = ("enable_kv_cache_events", "publisher")
-_WITHOUT_EFFECT = ("max_queue_size",)  # changes that wait are merged, so they need no queue
+_WITHOUT_EFFECT = ("max_queue_size",)  # waiting changes are merged, so no queue is needed
 _KNOWN = (*_SWITCHES, *_KEYS, *_WITHOUT_EFFECT)
 _EXAMPLE = """as in --kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq"}'"""
 
@@ -66,7 +66,7 @@ def event_settings(text: str) -> dict[str, object]:
 
 
 def _is_on(given: dict[str, object]) -> bool:
-    """Returns whether events are published: as in vLLM, only if they are enabled, too."""
+    """Returns whether events are published. As in vLLM, a publisher alone does not enable them."""
     is_enabled, publisher = given.get("enable_kv_cache_events", False), given.get("publisher")
     if not isinstance(is_enabled, bool):
         raise ConfigError(

@@ -31,21 +31,26 @@ class RankCounts:
     cells: str | None = option(
         None,
         key="cells.layout",
-        help="Groups of ranks that step independently, instead of --attention-ranks and "
-        "--expert-ranks, such as '1x(1A1E prefill) 2x(1A2E decode)'. Default: one.",
+        help=(
+            "Groups of ranks that step independently, such as '1x(1A1E prefill) 2x(1A2E decode)'; "
+            "replaces --attention-ranks and --expert-ranks. Default: one group."
+        ),
         rich_help_panel=RANKS,
     )
     autoscale: str | None = option(
         None,
         key="cells.autoscale",
-        help="How the number of cells follows the load: static, target (by the share of the seats "
-        "that are taken) or planned (by a forecast and a plan). Default: static.",
+        help=(
+            "How the number of cells follows the load: static (it does not), target (keeps the "
+            "share of taken seats near a target) or planned (follows a forecast and a plan). "
+            "Default: static."
+        ),
         rich_help_panel=RANKS,
     )
     max_cells: int | None = option(
         None,
         key="cells.max_cells",
-        help="Largest number of cells of each role; --autoscale needs it. Default: none.",
+        help="Largest number of cells of each role. Required with --autoscale target or planned.",
         rich_help_panel=RANKS,
     )
 

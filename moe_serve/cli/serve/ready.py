@@ -17,7 +17,10 @@ from rich.text import Text
 from moe_serve import __version__
 from moe_serve.config.sources import API_KEY_VARIABLE
 
-WILDCARD_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # listened on -> where this machine asks
+WILDCARD_HOSTS = {
+    "0.0.0.0": "127.0.0.1",
+    "::": "::1",
+}  # address that the server listens on -> address at which this machine reaches it
 
 
 @contextlib.contextmanager

@@ -119,7 +119,7 @@ class ServeOptions:
 
 @with_options(ServeOptions)
 def serve(options: ServeOptions) -> None:
-    """Serves a model over an OpenAI-compatible HTTP API.
+    """Serve a model over an OpenAI-compatible HTTP API.
 
     Settings come from flags, from environment variables such as MOE_SERVE_SERVER_PORT=8001 and from
     the YAML file given with --config. Flags override environment variables, and environment

@@ -96,7 +96,10 @@ class BatchOptions:
     kv_disk_key_file: str | None = option(
         None,
         key="cache.disk_key_file",
-        help="File of 32 random bytes with which these pages are encrypted. Default: they are not.",
+        help=(
+            "File of 32 random bytes: the key that encrypts the pages in --kv-disk. Default: the "
+            "pages are not encrypted."
+        ),
         rich_help_panel=LIMITS,
     )
     max_num_seqs: int | None = option(

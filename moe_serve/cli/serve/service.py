@@ -31,6 +31,7 @@ from moe_serve.engine.build import BuiltEngine
 from moe_serve.engine.engine_facts import EngineFacts
 from moe_serve.engine.request.request import MIN_PRIORITY
 from moe_serve.engine.routes.placement_control import PlacementControl
+from moe_serve.engine.served_config import served_engine_config
 from moe_serve.engine.tracing import make_tracing
 from moe_serve.engine.watch.hang_watch import HangWatch
 from moe_serve.engine.watch.startup import Startup
@@ -41,7 +42,6 @@ from moe_serve.http.pages.page_files import PAGE_FILES
 from moe_serve.http.server import bind, run_server
 from moe_serve.http.spans import make_span_export
 from moe_serve.model.hub.hub_name import hub_name_of
-from moe_serve.model.hub.named_model import local_engine_config
 from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.planning.plan_memory import plan_memory
 from moe_serve.planning.planned_cells import PlannedCells
@@ -79,7 +79,8 @@ class ServiceStart:
 
     def fetch_model(self, *, has_local_ranks: bool) -> Config:
         """Returns the configuration with the folder of its model, which is downloaded if a name on
-        a hub is given. Raises HubError, also for a model that does not fit into memory."""
+        a hub is given, and into which an adapter may be merged. Raises HubError, also for a model
+        that does not fit into memory, and CheckpointError."""
 
         def check(engine: EngineConfig) -> None:
             plan_memory(engine, has_local_ranks=has_local_ranks).check()
@@ -87,10 +88,10 @@ class ServiceStart:
         engine = self._config.engine
         if hub_name_of(engine.model.path) is not None:
             self.startup.begin("downloading")
-            engine = local_engine_config(
-                engine, check=check, is_quiet=is_json_log(), note=self.startup.note_progress
-            )
-            self._config = replace(self._config, engine=engine)
+        engine = served_engine_config(
+            engine, check=check, is_quiet=is_json_log(), note=self.startup.note_progress
+        )
+        self._config = replace(self._config, engine=engine)
         return self._config
 
     def plan_memory(self, *, has_local_ranks: bool) -> None:
@@ -113,8 +114,9 @@ class ServiceStart:
         return note
 
     def hand_over(self) -> socket.socket:
-        """Ends the loading: clients that connect from now on wait for the next server. Until that
-        listens to signals, a SIGTERM still ends the start."""
+        """Ends the loading page: clients that connect from now on wait for the server itself. Until
+        the server handles signals, SIGTERM still ends the start.
+        """
         self.startup.begin("ready")
         self._loading.close()
         return self._listener
@@ -122,10 +124,10 @@ class ServiceStart:
 
 @contextlib.contextmanager
 def _ending_at_sigterm() -> Iterator[None]:
-    """Ends the start at SIGTERM while no server listens to the signal: before one does, and after
-    it has served.
+    """Ends the process at SIGTERM while the server does not handle the signal: before it serves and
+    after it has served.
 
-    Resources that are open at that moment are closed.
+    Open resources are closed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -260,7 +262,7 @@ def banner_rows(
     placement: PlacementControl | None,
     app: FastAPI,
 ) -> dict[str, str]:
-    """Returns one line per row. Of secrets only their number is shown."""
+    """Returns the rows of the ready message. Secrets are counted, never shown."""
     rows = {"limits": _limits(config, layout)}
     if config.engine.cache.disk_path is not None:
         rows["tier"] = _tier(config)
@@ -317,7 +319,7 @@ def offline_app(config: Config, build: BuildEngine = build_any_engine) -> Iterat
     """Loads the model, and releases it at the end. Other processes cannot reach it, so it needs no
     key."""
     set_up_logs(config.log)
-    config = replace(config, engine=local_engine_config(config.engine))
+    config = replace(config, engine=served_engine_config(config.engine))
     files = ModelFiles.load(config)
     with loading_bar(Console(stderr=True)) as progress:
         built = build(config.engine, progress)

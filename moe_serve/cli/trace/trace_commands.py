@@ -62,7 +62,7 @@ def import_(
     top_k: _TopKOption = None,
     model: _ModelOption = "",
 ) -> None:
-    """Converts a routing recording of another program into a trace or a table of expert loads.
+    """Convert a routing recording of another program into a trace or a table of expert loads.
 
     Recordings are read as plain data. Nothing in them is executed, and files that contain anything
     but data are refused.
@@ -138,13 +138,13 @@ def start(
 
 @trace.command()
 def stop(url: Url = URL, admin_key: AdminKey = None) -> None:
-    """Stops the recording and writes the tokens that are still in memory to disk."""
+    """Stop the recording and write the tokens that are still in memory to disk."""
     _print(_ask(url, admin_key, "POST", "stop"))
 
 
 @trace.command()
 def status(url: Url = URL, admin_key: AdminKey = None) -> None:
-    """Shows whether a recording is running, and how large it is."""
+    """Show whether a recording is running, and how large it is."""
     _print(_ask(url, admin_key, "GET", "status"))
 
 

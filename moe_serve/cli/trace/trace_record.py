@@ -161,10 +161,10 @@ def record(options: RecordOptions) -> None:
     loaded = load_config(flags=flags, environ=os.environ, file=options.config_file)
 
     from moe_serve.cluster.started_cells import build_any_engine
+    from moe_serve.engine.served_config import served_engine_config
     from moe_serve.engine.tracing import trace_header
-    from moe_serve.model.hub.named_model import local_engine_config
 
-    config = local_engine_config(loaded.config.engine)
+    config = served_engine_config(loaded.config.engine)
     with loading_bar(Console(stderr=True)) as progress:
         built = build_any_engine(config, progress)
     try:

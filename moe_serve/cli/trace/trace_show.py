@@ -57,8 +57,9 @@ def show(
     num_ranks: _NumRanksOption = 4,
     num_windows: _NumWindowsOption = 8,
 ) -> None:
-    """Shows the load of each expert, how many experts a batch activates, and how loads
-    change over time."""
+    """Show the load of each expert, how many experts a batch activates, and how loads change over
+    time.
+    """
     from routing_predictor.traces.trace_stats import draw_heat_map, drifts, layer_loads
 
     check_output(json_file, heatmap)

@@ -17,11 +17,13 @@ _log = logging.getLogger(__name__)
 
 class AddedCells:
     """Starts cells as `POST /admin/cells` does. After each further failure in a row it waits twice
-    as long before the next start."""
+    as long before the next start.
+    """
 
     def __init__(self, cells: CellsControl, start_s: float, every_s: float) -> None:
-        """`start_s`: the expected time of a start, until one has been measured; `every_s`: the time
-        between two decisions."""
+        """`start_s` is the expected time of a start until one has been measured, and `every_s` the
+        time between two decisions.
+        """
         self._cells, self.start_s, self._every_s = cells, start_s, every_s
         self._starting: dict[int, float] = {}  # start time by cell
         self._failed: list[int] = []  # cells that are still listed, with the reason

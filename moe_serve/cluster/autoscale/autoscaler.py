@@ -1,4 +1,6 @@
-"""Applies a policy's wishes: within limits, calmly, and with few changes in an hour."""
+"""Applies the decisions of a policy: within limits, after a calm time, and with few changes in an
+hour.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,10 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleLimits:
-    """`calm_s`: cells go only after fewer were wanted for so long. `num_changes`: at most so many
-    changes within any hour; the last half of them can only add cells, so that a wrong removal can
-    be undone."""
+    """The limits of an autoscaler. Cells are removed only after fewer have been wanted for
+    `calm_s`. At most `num_changes` changes happen within any hour; the last half of them can only
+    add cells, so that a wrong removal can be undone.
+    """
 
     min_cells: int
     max_cells: Mapping[CellRole, int]
@@ -40,7 +43,7 @@ class Autoscaler:
         self._wishes: deque[tuple[float, CellCounts]] = deque()
         self._changes: deque[float] = deque()
         self._begun_at: float | None = None  # when the first decision was made
-        self.aim: CellCounts = {}  # the last decision, if everything and any change were possible
+        self.aim: CellCounts = {}  # the last decision, as if every change were possible
 
     def first(self, view: ScaleView) -> CellCounts:
         """Returns how many cells to begin with, from a view without requests."""
@@ -52,8 +55,9 @@ class Autoscaler:
     def wanted(
         self, view: ScaleView, possible: Mapping[CellRole, Possible] | None = None
     ) -> CellCounts:
-        """Returns how many cells of each role should serve or be starting from now on. `possible`:
-        the numbers that are possible now; None: any number."""
+        """Returns how many cells of each role should serve or be starting from now on. `possible`
+        are the numbers that are possible now; with None any number is.
+        """
         limits, now = self._limits, {role: x.num_cells for role, x in view.roles.items()}
         wish = self.policy.decide(view)
         if self._begun_at is None:
@@ -80,7 +84,9 @@ class Autoscaler:
         return wanted
 
     def _bounded(self, role: CellRole, now: int, wish: CellCounts) -> int:
-        """Returns more cells at once, and fewer only if that was wanted all the calm time."""
+        """Returns more cells at once, but fewer only if fewer were wanted during the whole calm
+        time.
+        """
         most_wanted = max(each[role] for _, each in self._wishes)
         count = wish[role] if wish[role] >= now else min(now, most_wanted)
         return max(self._limits.min_cells, min(count, self._limits.max_cells[role]))

@@ -26,8 +26,10 @@ _MOST_PERIOD_S = 1.0  # between two samples of the load
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRules:
-    """The settings of a live scaler. `shapes`: the cell that is added for each role; `num_seats`:
-    of each attention rank; `start_s`: the expected time of a start, until one was measured."""
+    """The settings of a live scaler. `shapes` has the cell that is added for each role, `num_seats`
+    is the number of seats of each attention rank, and `start_s` the expected time of a start until
+    one was measured.
+    """
 
     shapes: Mapping[CellRole, CellShape]
     num_seats: int
@@ -36,9 +38,10 @@ class ScaleRules:
 
 
 class LiveScaler:
-    """Adds and removes cells of a running server by its load, as the admin routes do. It decides
-    once in every interval on a thread of its own, and changes nothing while a cell starts or
-    leaves."""
+    """Adds and removes cells of a running server by its load, in the way of the admin routes. It
+    decides once in every interval on its own thread, and changes nothing while a cell starts or
+    leaves.
+    """
 
     def __init__(self, autoscaler: Autoscaler, rules: ScaleRules, clock: Clock) -> None:
         self._autoscaler, self._rules, self._clock = autoscaler, rules, clock
@@ -88,7 +91,7 @@ class LiveScaler:
         while not self._ended.wait(period_s):
             try:
                 self.turn()
-            except Exception:  # top of the thread: the cells go on as they are
+            except Exception:  # top of the thread: the cells stay as they are
                 _log.exception("autoscaling could not decide, and tries again")
 
     def _decide(self, stats: EngineStats, now: float) -> None:
@@ -138,7 +141,7 @@ class LiveScaler:
             self._say("remove", f"{why}; {name} with {cell.num_requests} requests leaves.")
 
     def _hold(self, role: CellRole, text: str) -> None:
-        """Reports once for each wanted number of cells that it is not possible now."""
+        """Reports that a wanted number of cells is not possible now, once for each number."""
         self._count("hold")
         wanted = self._state.wanted[role]
         if self._held.get(role) != wanted:
@@ -170,7 +173,7 @@ class LiveScaler:
 
 @dataclass(frozen=True, slots=True)
 class _Hold:
-    """The reasons not to change the number of cells now; an empty text: no reason."""
+    """The reasons not to change the number of cells now. An empty text means no reason."""
 
     any: str = ""
     more: str = ""  # not to add
@@ -200,7 +203,9 @@ class _Hold:
 
 
 def _first_to_leave(cells: Sequence[ScaledCell]) -> list[ScaledCell]:
-    """Returns the serving cells by their number of requests, of equal ones the newest first."""
+    """Returns the serving cells, those with the fewest requests first; of equal ones, the newest
+    first.
+    """
     serving = [cell for cell in cells if cell.status.state == "serving"]
     return sorted(serving, key=lambda cell: (cell.num_requests, -cell.index))
 

@@ -1,4 +1,6 @@
-"""Says how many cells a load takes: what one cell computes in a second, and how full it may be."""
+"""Computes how many cells a load needs, from the tokens that one cell computes in a second and the
+load that it may take.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from moe_serve.config.cells import CellRole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellRates:
-    """Tokens that one cell computes in a second, if it does nothing else. None: not its work."""
+    """Tokens that one cell computes in a second if it does nothing else; None if that is not its
+    work.
+    """
 
     prompt_tok_s: float | None
     output_tok_s: float | None
@@ -24,7 +28,8 @@ class CellRates:
 def cells_ratio(
     prompt_tokens: float, output_tokens: float, prefill: CellRates, decode: CellRates
 ) -> float:
-    """Returns the prefill cells for one decode cell that a request's mean tokens take.
+    """Returns the number of prefill cells for each decode cell that requests with these mean tokens
+    need.
 
     (L_in / Thr_P) / (L_out / Thr_D), where L_in counts the tokens that no cache has:
 
@@ -35,9 +40,10 @@ def cells_ratio(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTable:
-    """`most_load[n - 1]`: the largest share of the time of n cells that may be needed; more cells
-    than it has entries are filled as the last entry says. Requests come in bursts, so few cells can
-    be filled less than many."""
+    """The number of cells for a load. `most_load[n - 1]` is the largest share of the time of n
+    cells that the load may need; the last entry also holds for more cells. Requests come in bursts,
+    so a few cells cannot be filled as much as many.
+    """
 
     rates: Mapping[CellRole, CellRates]
     most_load: Mapping[CellRole, tuple[float, ...]]

@@ -1,4 +1,6 @@
-"""The policies that a deployment can use: static, target and planned; and the oracle's, a bound."""
+"""The policies that a deployment can use (static, target and planned), and the oracle, a bound for
+them.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moe_serve.cluster.autoscale.plan_table import PlanTable
-from moe_serve.cluster.autoscale.rate_forecast import RateForecast
+from moe_serve.cluster.autoscale.rate_forecast import RateForecast, SeenRates
 from moe_serve.cluster.autoscale.scale_view import CellCounts, ScaleView
 from moe_serve.config.cells import CellRole
+
+_PLANNED_REQUESTS = 100
 
 
 class StaticPolicy:
@@ -45,35 +49,44 @@ class TargetPolicy:
 
 @dataclass(frozen=True, slots=True)
 class TokenMeans:
-    """Mean tokens of a request: of its prompt, as far as no cache had them, and of its answer."""
+    """The mean tokens of a request: those of its prompt that no cache had, and those of its
+    answer.
+    """
 
     prompt: float
     output: float
 
 
 class PlannedPolicy:
-    """Implements AutoscalePolicy: forecasts the rate of requests for the time when new cells serve,
-    and looks the cells up in a plan table."""
+    """Implements AutoscalePolicy: looks up in a plan table the cells for the largest of the rate
+    forecast for the time when new cells serve, of the rates seen lately, and of the rate at which
+    the requests in the cells must end before new cells serve."""
 
     name = "planned"
 
     def __init__(self, table: PlanTable, means: TokenMeans, caution: float = 2.0) -> None:
-        """`means`: until requests were seen; `caution`: standard deviations of the forecast's error
-        that are added to it."""
+        """`means` are those of the plan. They count as much as 100 requests, because many of the
+        first requests have arrived before their tokens are counted. `caution` is the number of
+        standard deviations of the forecast's error that are added to it.
+        """
         self._table, self._caution = table, caution
-        self._forecast = RateForecast()
-        self._sums = [1.0, means.prompt, 1.0, means.output]  # requests and tokens, arrived, ended
+        self._forecast, self._seen = RateForecast(), SeenRates()
+        per_request = (1.0, means.prompt, 1.0, means.output)
+        self._sums = [_PLANNED_REQUESTS * each for each in per_request]  # as in `decide`
 
     def decide(self, view: ScaleView) -> CellCounts:
         self._forecast.observe(view.num_arrived / view.interval_s, view.at_s, view.interval_s)
+        self._seen.observe(view.num_arrived, view.at_s, view.interval_s, view.horizon_s)
         seen = (view.num_arrived, view.prompt_tokens, view.num_ended, view.output_tokens)
         self._sums = [old + new for old, new in zip(self._sums, seen, strict=True)]
         arrived, prompt, ended, output = self._sums
         ahead, spread = self._forecast.predict(view.at_s + view.horizon_s)
-        rate = max(ahead, self._forecast.level) + self._caution * spread
+        forecast = max(ahead, self._forecast.level) + self._caution * spread
+        rate = max(forecast, self._seen.now, self._seen.bursts)
+        means = prompt / arrived, output / ended
         return {
-            role: self._table.cells_for(role, rate, prompt / arrived, output / ended)
-            for role in view.roles
+            role: self._table.cells_for(role, max(rate, load.num_requests / view.horizon_s), *means)
+            for role, load in view.roles.items()
         }
 
 
@@ -81,15 +94,18 @@ Coming = Callable[[float, float], tuple[int, int, int]]
 
 
 class OraclePolicy:
-    """Implements AutoscalePolicy: knows the requests that will come, which makes it a bound for the
-    others. It takes the rate of the next minutes, and that of as many minutes from the moment on at
-    which a cell that is started now serves."""
+    """Implements AutoscalePolicy with the true future requests, which makes it a bound for the
+    others. It uses the rate of the next minutes, and that of as many minutes after a cell that is
+    started now would serve.
+    """
 
     name = "oracle"
 
     def __init__(self, table: PlanTable, coming: Coming, span_s: float = 900.0) -> None:
-        """`coming(a, b)`: the requests that arrive from a to b, and the tokens of their prompts and
-        answers. `span_s`: over which a rate is taken; in shorter ones it is chance."""
+        """`coming(a, b)` returns the requests that arrive from a to b, and the tokens of their
+        prompts and answers. Rates are taken over `span_s`; over shorter times they are mostly
+        chance.
+        """
         self._table, self._coming, self._span_s = table, coming, span_s
 
     def decide(self, view: ScaleView) -> CellCounts:

@@ -16,7 +16,9 @@ _MOST_BYTES = 2**20
 
 
 class PlannedRole(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The cells of one role. `ranks`: their shape, such as 1A1E. Other fields: see `PlanTable`."""
+    """The cells of one role. `ranks` is their shape, such as 1A1E. For the other fields see
+    `PlanTable`.
+    """
 
     ranks: str
     prompt_tok_s: float | None
@@ -25,8 +27,9 @@ class PlannedRole(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ScalePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan for cells of given shapes. `slo`: the limits of latency that it keeps, as text;
-    `prompt_tokens` and `output_tokens`: the means of the requests that it was made for."""
+    """A plan for cells of given shapes. `slo` is a text with the limits of latency that it keeps.
+    `prompt_tokens` and `output_tokens` are the means of the requests for which it was made.
+    """
 
     version: int = _VERSION
     slo: str
@@ -50,7 +53,7 @@ class ScalePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def write_plan(plan: ScalePlan, path: Path) -> None:
-    """Raises ConfigError."""
+    """Writes a plan. Raises ConfigError."""
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1) + b"\n")
     except OSError as error:

@@ -13,8 +13,10 @@ CellCounts = Mapping[CellRole, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleLoad:
-    """The cells of one role. `utilisation`: requests of the last interval in progress or waiting,
-    in the mean, over the requests that the serving cells run at once."""
+    """The cells of one role. `utilisation` is the mean number of requests that were in progress or
+    waiting in the last interval, divided by the number of requests that the serving cells run at
+    once.
+    """
 
     num_serving: int
     num_starting: int
@@ -32,9 +34,8 @@ class RoleLoad:
 class ScaleView:
     """The load of the last interval, and the cells now.
 
-    `num_arrived`, `prompt_tokens`: requests that arrived in the interval, and the tokens of their
-    prompts that no cache had; `num_ended`, `output_tokens`: requests that ended in it, and the
-    tokens of their answers.
+    `num_arrived` requests arrived in the interval, with `prompt_tokens` that no cache had.
+    `num_ended` requests ended in it, with `output_tokens` in their answers.
     """
 
     at_s: float
@@ -48,12 +49,12 @@ class ScaleView:
 
     @property
     def horizon_s(self) -> float:
-        """Seconds until cells that this view leads to have served for one interval."""
+        """The seconds until cells that are started now have served for one interval."""
         return self.start_s + self.interval_s
 
 
 class AutoscalePolicy(Protocol):
-    """Decides how many cells are wanted. It may keep a memory of the views that it got."""
+    """Decides how many cells are wanted. A policy may remember earlier views."""
 
     @property
     def name(self) -> str: ...

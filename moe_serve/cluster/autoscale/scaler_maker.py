@@ -37,7 +37,7 @@ def scale_policy(cells: CellsConfig) -> AutoscalePolicy | None:
 def make_scaler(
     config: EngineConfig, policy: AutoscalePolicy | None, start_s: float, clock: Clock
 ) -> LiveScaler | None:
-    """Returns the scaler that applies a policy. `start_s`: the start time of the first cells."""
+    """Returns the scaler that applies a policy. `start_s` is the start time of the first cells."""
     cells = config.cells
     if policy is None or cells.max_cells is None:
         return None

@@ -26,7 +26,7 @@ class ScaledCell:
 
 
 def cells_of_role(stats: EngineStats, role: CellRole, num_seats: int) -> list[ScaledCell]:
-    """Returns the cells of a role. `num_seats`: of each attention rank."""
+    """Returns the cells of a role. Each attention rank has `num_seats` seats."""
     found = [cell for cell in stats.cells if cell.role == role]
     return [
         ScaledCell(
@@ -40,7 +40,7 @@ def cells_of_role(stats: EngineStats, role: CellRole, num_seats: int) -> list[Sc
 
 @dataclass(slots=True)
 class _CellCounts:
-    """The counts of one interval. `busy`: request-seconds by role."""
+    """The counts of one interval. `busy` has request-seconds by role."""
 
     num_arrived: int = 0
     num_ended: int = 0
@@ -87,7 +87,7 @@ class ScalingWindow:
             busy[role] = busy.get(role, 0.0) + num * elapsed
 
     def take(self, stats: EngineStats, now: float, start_s: float) -> ScaleView:
-        """Returns the load since the last call. `start_s`: the start time of a new cell."""
+        """Returns the load since the last call. `start_s` is the start time of a new cell."""
         prompt_tokens = stats.counts.num_missed_tokens
         new_tokens, self._prompt_tokens = prompt_tokens - self._prompt_tokens, prompt_tokens
         interval_s, self._begun_at = max(1e-3, now - self._begun_at), now

@@ -30,12 +30,14 @@ class Cell:
     ) -> None:
         """`on_closed` is called when its ranks have ended, to free what else it has."""
         self.index, self.shape, self.engine, self._on_closed = index, shape, engine, on_closed
-        self.lacks: Callable[[int], bool] = lambda adapter: False  # a rank has lost an adapter?
+        self.lacks: Callable[[int], bool] = lambda adapter: (
+            False
+        )  # returns whether a rank has lost an adapter
         self._is_draining = False
-        self.is_leaving = False  # it is drained, and ends then
+        self.is_leaving = False  # it drains, and then ends
         self.lost_at = -math.inf  # when `stats` last found more lost ranks than before
         self._num_lost = 0
-        self._aborts: list[str] = []  # for requests of a cell that is out
+        self._aborts: list[str] = []  # aborted requests of a cell that is out
         self._waiter = Waiter(self.name, on_news)
 
     @property
@@ -55,8 +57,9 @@ class Cell:
 
     @property
     def is_out(self) -> bool:
-        """True while its waiter has it: its ranks get no orders, and what the step under way uses
-        does not change."""
+        """True while the waiter waits for its ranks: they get no orders, and the state that the
+        running step uses does not change.
+        """
         return self._waiter.is_busy
 
     @property
@@ -80,14 +83,17 @@ class Cell:
 
     def begin(self) -> bool:
         """Sends out a step, for which the waiter then waits. Returns False if there is nothing to
-        wait for."""
+        wait for.
+        """
         if not self.engine.begin():
             return False
         self._waiter.start(self.engine.wait)
         return True
 
     def end(self) -> list[TokenDelta]:
-        """Ends the step of a cell that has come back, or what `begin` found without one."""
+        """Ends the step of a cell that has come back, or publishes the results of a `begin` that
+        sent no step.
+        """
         if self.is_out:
             self._waiter.take()
         deltas = self.engine.end()
@@ -111,12 +117,13 @@ class Cell:
         return stats
 
     def retire(self) -> None:
-        """Hands over the pages that a tier keeps, and ends what the cell promises, on the engine's
-        thread. The cell has no requests; only `close` may follow."""
+        """Hands over the pages that a tier keeps, and ends the cell's part in forecasts, on the
+        engine's thread. The cell must have no requests, and only `close` may follow.
+        """
         for engine in self.engine.rank_engines.values():
             with contextlib.suppress(RankLostError):
                 engine.close()
-            engine.surrender()  # gives back what it has of a tier that other cells use
+            engine.surrender()  # gives back its part of a tier that other cells use
         if self.engine.service is not None:
             self.engine.service.policy.remove_cell(self.engine.service.number)
 

@@ -1,4 +1,4 @@
-"""The cells that start or stop, each on a thread of its own, and those that could not start."""
+"""The cells that start or stop, each on its own thread, and those that could not start."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CellStart(Protocol):
 
     @property
     def note(self) -> str:
-        """Says for operators what it waits for."""
+        """Tells operators what the cell waits for."""
         ...
 
     @property
@@ -46,7 +46,7 @@ class CellStart(Protocol):
 
 
 class CellMaker(Protocol):
-    """Makes cells of a server that runs."""
+    """Makes cells of a running server."""
 
     def check(self, shapes: Sequence[CellShape], place: CellPlace) -> None:
         """Raises ConfigError or CellsError if the server cannot have all these cells, of which the
@@ -54,7 +54,7 @@ class CellMaker(Protocol):
         ...
 
     def begin(self, index: int, shape: CellShape, place: CellPlace) -> CellStart:
-        """Makes what a cell has in this process. Raises MoeServeError."""
+        """Makes the parts of a cell in this process. Raises MoeServeError."""
         ...
 
     def nodes(self) -> Sequence[NodeStatus]:
@@ -88,7 +88,9 @@ class StateChange:
 
 
 class CellChanges:
-    """Any thread may call it; the caller has `lock` where it says so."""
+    """The cells that start, stop or have failed. Any thread may call it; some methods require that
+    the caller holds `lock`.
+    """
 
     def __init__(self, maker: CellMaker, lock: threading.RLock) -> None:
         self._maker, self._lock = maker, lock
@@ -96,30 +98,32 @@ class CellChanges:
         # Cells that have loaded.
         self.arrived: queue.SimpleQueue[tuple[Cell, StateChange]] = queue.SimpleQueue()
         self.ended: queue.SimpleQueue[StateChange] = queue.SimpleQueue()
-        self.on_news: Callable[[], None] = lambda: None  # one of the two is not empty any more
+        self.on_news: Callable[[], None] = lambda: None  # one of the two is no longer empty
 
     def start(self, index: int, shape: CellShape, place: CellPlace) -> None:
-        """Begins to start a cell. With the lock."""
+        """Begins to start a cell. Requires the lock."""
         change = self.of[index] = StateChange(index=index, shape=shape, state="starting")
         _log.info("%s starts: %s", cell_name(index), shape)
         self._run(change, lambda: self._start(change, place))
 
     def call_off(self, change: StateChange) -> None:
-        """Ends a start; its ranks may take seconds to end. With the lock."""
+        """Cancels a start; its ranks may take seconds to end. Requires the lock."""
         if change.state == "starting" and not change.is_called_off:
-            change.is_called_off, change.why = True, "it is called off, and its ranks end"
+            change.is_called_off, change.why = True, "it is cancelled, and its ranks end"
             if (start := change.start) is not None:
                 name = f"{cell_name(change.index)}-call-off"
                 threading.Thread(target=self._end, args=(start,), name=name, daemon=True).start()
 
     def stop(self, cell: Cell, change: StateChange) -> None:
-        """Begins to end the ranks of a cell that serves no more, or never has. With the lock."""
+        """Begins to end the ranks of a cell that no longer serves, or never has. Requires the
+        lock.
+        """
         change.state, change.start = "stopping", None
         change.places = tuple(cell.place_of(rank) for rank in cell.rank_engines)
         self._run(change, lambda: self._stop(cell, change))
 
     def close(self) -> None:
-        """Calls off the starts, and waits until all threads have ended."""
+        """Cancels the starts, and waits until all threads have ended."""
         with self._lock:
             changes = list(self.of.values())
             for change in changes:
@@ -127,7 +131,7 @@ class CellChanges:
         for change in changes:
             if change.thread is not None:
                 change.thread.join(_CLOSE_S)
-        while not self.arrived.empty():  # it had loaded when it was called off
+        while not self.arrived.empty():  # it had loaded when it was cancelled
             cell, _ = self.arrived.get()
             cell.engine.stop_waiting()
             cell.close()
@@ -154,7 +158,7 @@ class CellChanges:
     @staticmethod
     def _end(start: CellStart) -> None:
         """Ends the ranks of a start, for which its own thread waits."""
-        with contextlib.suppress(MoeServeError):  # that thread closes it too, and says so
+        with contextlib.suppress(MoeServeError):  # that thread closes it too, and logs it
             start.close()
 
     def _fail(self, change: StateChange, start: CellStart | None, why: str) -> None:
@@ -166,7 +170,7 @@ class CellChanges:
         with self._lock:
             change.start = None
             if change.is_called_off:
-                _log.info("%s does not start: it was called off", cell_name(change.index))
+                _log.info("%s does not start: it was cancelled", cell_name(change.index))
                 del self.of[change.index]
             else:
                 _log.error("%s could not start: %s", cell_name(change.index), why)

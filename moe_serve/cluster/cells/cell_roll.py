@@ -43,7 +43,8 @@ class CellRoll:
         self._changes = CellChanges(maker, self._lock)
         self._next = len(cells)
         self._is_closed = False
-        # The attention ranks that drain by themselves: the number of the cell, and the name.
+        # Attention ranks that drain although their cell does not: the number of the cell, and the
+        # name.
         self.drained_ranks: Callable[[], Sequence[tuple[int, str]]] = list
 
     def set_waker(self, wake: Callable[[], None]) -> None:
@@ -59,7 +60,7 @@ class CellRoll:
         wanted = parse_cell(shape)
         with self._lock:
             if self._is_closed:
-                raise CellsError("No cell is added: the server ends.")
+                raise CellsError("No cell is added, because the server is shutting down.")
             if self._is_known(number, wanted):
                 return int(number or 0)
             changes = [c.shape for c in self._changes.of.values() if c.state != "failed"]
@@ -103,7 +104,7 @@ class CellRoll:
         self._changes.on_news()
 
     def all(self) -> tuple[Serving, list[CellStatus]]:
-        """Returns the cells that serve, and the states of the others. On any thread."""
+        """Returns the cells that serve, and the states of the others. Safe from any thread."""
         with self._lock:
             return self.now, [change.status() for change in self._changes.of.values()]
 
@@ -132,8 +133,9 @@ class CellRoll:
         return found
 
     def give_up(self, is_free: Callable[[Cell], bool]) -> list[Cell]:
-        """Returns the cells that leave and for which `is_free` returns True: they serve no more.
-        `stop` must follow for each. On the engine's thread."""
+        """Returns the leaving cells for which `is_free` returns True: they no longer serve. `stop`
+        must follow for each of them. Call it on the engine's thread.
+        """
         found = []
         with self._lock:
             for cell in [cell for cell in self.now.cells if cell.is_leaving]:
@@ -198,7 +200,7 @@ class CellRoll:
         )
 
     def _is_drained(self, cell: Cell) -> bool:
-        """Returns True if a cell drains, or all of its attention ranks do by themselves."""
+        """Returns True if a cell drains, or if each of its attention ranks does."""
         num_drained = sum(index == cell.index for index, _ in self.drained_ranks())
         return cell.is_draining or num_drained >= cell.shape.attention_ranks
 

@@ -30,8 +30,9 @@ def stats_of(
     past: EngineStats = NOTHING,
     changing: Sequence[CellStatus] = (),
 ) -> EngineStats:
-    """Returns the statistics of a server. On any thread. `past`: see `past_of`; `changing`: the
-    cells that do not serve."""
+    """Returns the statistics of a server. Safe from any thread. For `past` see `past_of`;
+    `changing` are the cells that do not serve.
+    """
     each = {cell: cell.stats() for cell in cells}
     last = max(cells, key=lambda cell: cell.lost_at)
     total = sum(each.values(), past)
@@ -65,7 +66,7 @@ def stats_of(
 
 
 def past_of(past: EngineStats, left: EngineStats) -> EngineStats:
-    """Adds what remains of a cell that has left: the counts, which never shrink."""
+    """Adds the counts of a cell that has left, so that counts never shrink."""
     kept, memory, pools = left.lost(), left.expert_memory, left.pools
     if memory is not None:
         memory = replace(memory, budget_bytes=0, resident_bytes=0)

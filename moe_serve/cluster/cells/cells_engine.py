@@ -35,12 +35,14 @@ from moe_serve.errors import CellsError, ClusterError, UnknownCellError
 _log = logging.getLogger(__name__)
 
 _RETRY_S = 0.02  # until a cell that could begin nothing, or that leaves, is looked at again
-_LAST_WORK_S = 2.0  # for a tier to take the pages of a cell that leaves and has no requests
+_LAST_WORK_S = 2.0  # time for a tier to take the pages of a leaving cell without requests
 
 
 @dataclass(frozen=True, slots=True)
 class Parcels:
-    """The parts by which KV pages travel. `close` closes what the cells share, after them."""
+    """The parts by which KV pages travel. `close` closes the parts that cells share, after the
+    cells.
+    """
 
     carrier: RankCarrier
     post: ParcelPost
@@ -62,14 +64,15 @@ class CellsEngine:
         outage_limit_s: float,
         scaler: LiveScaler | None = None,
     ) -> None:
-        """`outage_limit_s`: seconds without a live cell after which `step` raises ClusterError.
-        `scaler`: observes the load; its owner starts it."""
+        """After `outage_limit_s` seconds without a live cell, `step` raises ClusterError. `scaler`
+        observes the load; its owner starts it.
+        """
         self._roll, self._moves, self._ids, self._news = roll, moves, ids, news
         self._parcels = parcels
         self._outage_limit_s, self._scaler = outage_limit_s, scaler
         self._pending: list[TokenDelta] = []
         self._is_nudged = False
-        self._free_since: dict[int, float] = {}  # when cells that leave had no requests any more
+        self._free_since: dict[int, float] = {}  # when leaving cells had no more requests
         for cell in self.cells:
             cell.engine.on_lost = functools.partial(self._rank_lost, cell)
         roll.drained_ranks = lambda: moves.draining_ranks
@@ -78,7 +81,7 @@ class CellsEngine:
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """The cells that serve. They change on the engine's thread only; any thread may read."""
+        """The cells that serve. Only the engine's thread changes them; any thread may read."""
         return self._roll.now.cells
 
     @property
@@ -120,8 +123,9 @@ class CellsEngine:
         self._roll.set_waker(wake_all)
 
     def nudge(self) -> None:
-        """Ends the wait of `step`, as a request or an abort waits to be handed in. Safe from any
-        thread."""
+        """Ends the wait of `step`, because a request or an abort waits to be handed in. Safe from
+        any thread.
+        """
         self._is_nudged = True
         self._news.set()
 
@@ -142,7 +146,7 @@ class CellsEngine:
         self._parcels.close()
 
     def add(self, request: GenerationRequest) -> None:
-        """Queues a request in the cell that suits it best."""
+        """Queues a request in the cell with the best route."""
         length = len(request.prompt_token_ids)
         assert 0 < length < self.max_model_len, f"prompt of {length} tokens reached the engine"
         self._moves.add(EngineSequence(next(self._ids), request))
@@ -150,7 +154,7 @@ class CellsEngine:
             self._scaler.request_came()
 
     def abort(self, request_id: str) -> None:
-        """Ends a request; one in a cell that is out ends when that is back."""
+        """Ends a request. A request of a cell that is out ends when the cell is back."""
         deltas = self._moves.abort(request_id)
         if deltas is not None:
             self._pending += deltas
@@ -266,7 +270,7 @@ class CellsEngine:
         return bool(arrived or given_up or ended)
 
     def _is_free(self, cell: Cell) -> bool:
-        """Returns True if a cell that leaves has nothing any more that another cell would miss."""
+        """Returns True if a leaving cell has nothing left that other cells need."""
         has_requests = cell.engine.num_running > 0 or cell.engine.num_waiting > 0
         if cell.is_out or has_requests or self._moves.concerns(cell):
             self._free_since.pop(cell.index, None)

@@ -1,5 +1,5 @@
-"""Everything that joins the cells of a server beside their requests: adapters, service tiers and
-the view of their placements.
+"""The parts that all cells of a server share beside their requests: adapters, service tiers and the
+view of their placements.
 
     part of a new cell      gets `adapters` and `policy`, before its ranks start
     connect                 when it serves
@@ -19,7 +19,9 @@ from moe_serve.engine.service.service_policy import ServicePolicy
 
 
 class JoinedParts:
-    """One of each for all cells; None: the configuration has no adapters, or no tiers."""
+    """One object of each kind for all cells; None if the configuration has no adapters, or no
+    tiers.
+    """
 
     def __init__(self, config: EngineConfig, adapters: ClusterAdapters | None) -> None:
         """Raises ConfigError."""
@@ -34,16 +36,18 @@ class JoinedParts:
     def connect(
         self, cell: Cell, adapters: CellAdapters | None, placement: PlacementControl | None
     ) -> None:
-        """Connects a cell that is about to serve. `adapters`: of its membership; `placement`: its
-        rebalancer."""
+        """Connects a cell that is about to serve. `adapters` are those of its membership, and
+        `placement` is its rebalancer.
+        """
         assert placement is not None, f"{cell.name} has no engine yet"
         self.placements.add(cell.index, placement)
         if adapters is not None:
             cell.lacks = adapters.lacks
 
     def disconnect(self, cell: Cell) -> None:
-        """Forgets the placement of a cell that is gone. On any thread; `Cell.retire` has ended what
-        the cell promised."""
+        """Forgets the placement of a cell that is gone, after `Cell.retire`. Safe from any
+        thread.
+        """
         self.placements.remove(cell.index)
 
     def close(self) -> None:

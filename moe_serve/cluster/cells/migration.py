@@ -19,8 +19,8 @@ from moe_serve.engine.service.step_model import StepWork
 
 _LEAST_IMBALANCE = 1.2  # of two cells' predicted steps
 _LOOK_S = 0.05  # between two looks at the pages and steps of a rank
-_MOST_REFUSALS = 4  # of a rank that drains, before the others are not tried in this turn
-_LEAST_LEFT = 8  # tokens that an answer may still have, for a move to be worth it
+_MOST_REFUSALS = 4  # refused requests of a draining rank after which no more are tried in this turn
+_LEAST_LEFT = 8  # least tokens that an answer may still have for a move to be worthwhile
 
 
 class Migration:
@@ -61,7 +61,7 @@ class Migration:
             self._balance(place, running)
 
     def _relieve_pages(self, place: Place) -> None:
-        """Moves the request that would be put back when pages run out."""
+        """Moves the request that would be preempted when pages run out."""
         victim = place.engine.moving.victim()
         if victim is None or not self._may_move(place, victim):
             return

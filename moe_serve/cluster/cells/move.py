@@ -77,7 +77,7 @@ class CellMove:
             end = -(-sequence.num_computed_tokens // sequence.page_size)
         while self.next_place < end:
             if not self.table[self.next_place]:
-                self.next_place += 1  # the sequence no longer sees it
+                self.next_place += 1  # the sequence no longer sees the page
                 continue
             first = self.next_place
             most = min(carrier.pages_per_parcel, carrier.num_free(self.target.at), end - first)

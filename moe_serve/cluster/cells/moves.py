@@ -1,8 +1,7 @@
-"""Moves requests between cells: after their prompts, off cells that drain, and to where there is
-room.
+"""Moves requests between cells: after their prompts, off draining cells, and to cells with room.
 
-All of it happens on the engine's thread, between the steps of the cells concerned. The clock is the
-one that is given; nothing here waits.
+All of it happens on the engine's thread, between the steps of the cells concerned. Nothing here
+waits, and time comes from the given clock.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _PAUSE_S = 0.02  # before a rank asks for room again
 
 
 class CellMoves:
-    """Gives requests to cells and moves them. See the module's docstring."""
+    """Gives requests to cells and moves them; see the module's docstring."""
 
     def __init__(
         self,
@@ -43,9 +42,10 @@ class CellMoves:
         make_model: Callable[[], StepModel] = FittedSteps,
         policy: ServicePolicy | None = None,
     ) -> None:
-        """`timeout_s`: the longest that pages may be on their way. `chunk_tokens`: the most tokens
-        of a step. `make_model` makes what predicts the steps of a cell. `policy`: of the service
-        tiers of all cells."""
+        """`timeout_s` is the longest time that pages may travel, and `chunk_tokens` the most tokens
+        of a step. `make_model` makes the model that predicts the steps of a cell. `policy` is that
+        of the service tiers of all cells.
+        """
         self._policy = policy
         self._cells, self._carrier, self._config, self._clock = [*cells], carrier, config, clock
         self._steps = StepRates(self._cells, clock, chunk_tokens, make_model)
@@ -69,13 +69,16 @@ class CellMoves:
         return [*self._homeless, *(move.sequence for move in moving)]
 
     def add(self, sequence: EngineSequence) -> None:
-        """Gives a sequence without an engine to a cell. While no cell is live, it is kept."""
+        """Gives a sequence without an engine to a cell. While no cell is live, the sequence is kept
+        here.
+        """
         self._homeless.append(sequence)
         self._place_homeless()
 
     def abort(self, request_id: str) -> list[TokenDelta] | None:
-        """Ends a request that belongs to no engine and returns its last delta. None: an engine has
-        it; a move that it has begun ends."""
+        """Ends a request that belongs to no engine and returns its last delta. Returns None if an
+        engine has it; then only its move ends.
+        """
         for move in self._open:
             if move.sequence.request.request_id == request_id:
                 self._wishes.pop(move.sequence.id, None)
@@ -95,7 +98,7 @@ class CellMoves:
         self._cells.append(cell)
 
     def concerns(self, cell: CellLike) -> bool:
-        """Returns whether a move comes from a cell or goes there."""
+        """Returns whether a move leaves a cell or goes there."""
         return any(cell in (move.source.cell, move.target.cell) for move in self._open)
 
     def remove_cell(self, cell: CellLike) -> None:
@@ -109,8 +112,9 @@ class CellMoves:
         self._links.forget(cell.index)
 
     def before_step(self, cell: CellLike) -> None:
-        """Moves what can move now to and from a cell that is not out: takes in sequences that have
-        arrived, sends pages, and gives up sequences that leave."""
+        """Advances the moves to and from a cell that is not out: takes in sequences that have
+        arrived, sends pages, and gives up sequences that leave.
+        """
         self._steps.begins(cell)
         self._place_homeless()
         self._open.end_lost()
@@ -152,15 +156,17 @@ class CellMoves:
         self._place_homeless()
 
     def drain_rank(self, cell: CellLike, rank: str, *, is_draining: bool) -> None:
-        """Stops or resumes giving requests to one rank; its running ones move away. On any
-        thread."""
+        """Stops or resumes giving requests to one rank; its running ones move away. Safe from any
+        thread.
+        """
         change = self._router.draining.add if is_draining else self._router.draining.discard
         change((cell.index, rank))
 
     @property
     def draining_ranks(self) -> list[tuple[int, str]]:
-        """The ranks that drain by themselves: the number of the cell, and the name. On any
-        thread."""
+        """The ranks that drain although their cell does not: the number of the cell, and the name.
+        Safe from any thread.
+        """
         return list(self._router.draining)
 
     def stats(self) -> MovesStats:
@@ -227,7 +233,7 @@ class CellMoves:
     def _drain(self, place: Place) -> None:
         """Lets waiting sequences wait elsewhere, and begins to move running ones."""
         if all(self._router.is_draining(other) for other in self._router.open_places):
-            return  # there is nowhere to go
+            return  # no other cell has room
         for sequence in place.engine.moving.waiting:
             place.engine.moving.release(sequence)
             self._wishes.pop(sequence.id, None)

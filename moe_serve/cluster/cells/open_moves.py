@@ -1,4 +1,4 @@
-"""The moves under way: begins them, lets their sequences depart and arrive, and ends them.
+"""The moves in progress: begins them, lets their sequences depart and arrive, and ends them.
 
 A sequence belongs to exactly one engine, or is between two engines, or has no home. Every end of a
 move is in `end` or in `land`, so it happens once.
@@ -18,9 +18,9 @@ from moe_serve.engine.execute.step_executor import ExecutorLostError
 from moe_serve.engine.request.moves_stats import MoveKind, MoveResult, MovesCounter
 from moe_serve.engine.request.sequence import Sequence
 
-_FEW_PAGES = 2  # that may travel between two engines, whatever it takes
+_FEW_PAGES = 2  # pages that may travel between two engines, however long it takes
 _PAUSE_S = 1.0  # between two moves of a sequence
-_FAILED_PAUSE_S = 30.0  # after a parcel failed: it may have been the sequence's fault
+_FAILED_PAUSE_S = 30.0  # after a failed parcel: the sequence may be the cause
 _MOST_REMEMBERED = 4096
 
 
@@ -54,7 +54,7 @@ class OpenMoves:
         return [move for move in self if move.has_departed]
 
     def may_begin(self, sequence: Sequence) -> bool:
-        """Returns whether a sequence may move: it does not yet, and has not for a second."""
+        """Returns whether a sequence may move: it is not moving, and has not moved for a second."""
         if sequence.id in self._moves or not sequence.is_sound:
             return False
         now = self._clock()
@@ -65,7 +65,7 @@ class OpenMoves:
         is_idle = not target.cell.is_out and not target.engine.step_sequences
         try:
             reservation = target.engine.moving.reserve(sequence, may_wait=is_idle)
-        except ExecutorLostError:  # its cell will notice
+        except ExecutorLostError:  # its cell will notice the loss
             return False
         if reservation is None:
             return False
@@ -103,7 +103,7 @@ class OpenMoves:
             self._depart(move)
 
     def take(self, end: ParcelEnd) -> None:
-        """Takes the end of a parcel. One whose lease has ended is dropped."""
+        """Takes the end of a parcel. It is dropped if its lease has ended."""
         move = self._moves.get(end.parcel.lease.sequence_id)
         is_known = move is not None and move.lease == end.parcel.lease
         if move is None or not is_known or end.parcel.number not in move.on_way:
@@ -179,8 +179,9 @@ class OpenMoves:
                 self.end(move, "lost")
 
     def step_ended(self, cell: CellLike, *, has_tokens: bool) -> None:
-        """Notes that a cell has ended a step, which may have ended requests. `has_tokens`: it gave
-        some."""
+        """Notes that a cell has ended a step, which may have ended requests. `has_tokens` says
+        whether it gave tokens.
+        """
         for move in self:
             move.num_steps += has_tokens and move.has_departed and move.target.cell is cell
             if move.source.cell is cell and not move.has_departed:
@@ -207,7 +208,9 @@ class OpenMoves:
             return False
         num_left = move.num_on_way + num_unsent
         if num_left <= _FEW_PAGES:
-            return True  # on a slow link, a page may become full before the one before it is there
+            return (
+                True  # on a slow link, a page may become full before the previous one has arrived
+            )
         cells = move.source.at.cell, move.target.at.cell
         return self._links.pages_s(*cells, num_left) <= step_s
 

@@ -1,4 +1,4 @@
-"""Takes the ranks' reports on parcels from the threads that read them to the engine's thread."""
+"""Passes the ranks' reports on parcels from the threads that read them to the engine's thread."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from moe_serve.cluster.parcels.rank_carrier import RankCarrier
 
 
 class ParcelPost:
-    """Reports do not wait for the step of their cell to end. `on_news` is called for each."""
+    """Collects reports without waiting for the step of their cell. `on_news` is called for each."""
 
     def __init__(self, on_news: Callable[[], None]) -> None:
         self.on_news = on_news
         self._reports: queue.SimpleQueue[tuple[int, Roster, LinkEvent]] = queue.SimpleQueue()
 
     def receiver(self, cell: int, roster: Roster) -> Callable[[LinkEvent], None]:
-        """Returns what takes the reports of a cell's ranks, on any thread."""
+        """Returns the function that takes the reports of a cell's ranks, on any thread."""
 
         def receive(event: LinkEvent) -> None:
             self._reports.put((cell, roster, event))
@@ -33,7 +33,7 @@ class ParcelPost:
         return not self._reports.empty()
 
     def deliver(self, carrier: RankCarrier) -> None:
-        """Passes the reports on, but not those of processes that are gone."""
+        """Passes on the reports of processes that are still there."""
         while not self._reports.empty():
             cell, roster, event = self._reports.get()
             state, report = roster[event.name], event.report

@@ -1,4 +1,4 @@
-"""The attention ranks of all cells, as the parts that route and move requests see them."""
+"""The attention ranks of all cells, for the parts that route and move requests."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Place:
 
     @property
     def order(self) -> tuple[int, str]:
-        """Orders places, so that equal choices are made alike."""
+        """The sort key of a place, so that ties are always decided in the same way."""
         return self.cell.index, self.rank
 
     def is_same(self, other: Place) -> bool:

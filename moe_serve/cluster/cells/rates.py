@@ -1,4 +1,4 @@
-"""Learns how long steps of cells and parcels between them take, for routing and for moves.
+"""Measures how long steps of cells and parcels between them take, for routing and for moves.
 
 Before a step of any cell was measured, a token counts as one second in all of them, so that only
 the numbers of tokens decide.
@@ -97,8 +97,9 @@ class StepRates:
         return self._of(min(known, key=lambda c: (c.shape != cell.shape, c.index))).model
 
     def prompt_s(self, cell: CellLike, num_tokens: int, work: StepWork) -> tuple[float, float]:
-        """Predicts the seconds in which a cell reads so many tokens beside the rows of `work`, and
-        by how many of them it delays these rows."""
+        """Predicts the seconds in which a cell reads this many tokens beside the rows of `work`,
+        and how many of these seconds delay the rows.
+        """
         if num_tokens <= 0:
             return 0.0, 0.0
         model, chunk = self.model(cell), min(self.chunk_tokens, num_tokens)
@@ -138,8 +139,9 @@ class LinkRates:
         self._failures.pop(pair, None)
 
     def failed(self, source: int, target: int, *, is_late: bool = False) -> None:
-        """Lets a pair of cells rest after a late parcel, and after the second one in turn that
-        failed: the first one may have had bad pages."""
+        """Lets a pair of cells rest after a late parcel, and after two failed parcels in a row: a
+        single one may have had bad pages.
+        """
         pair = source, target
         self._failures[pair] = count = self._failures.get(pair, 0) + 1 + is_late
         if count > 1:
@@ -158,13 +160,14 @@ class LinkRates:
         return self._clock() < self._rests_until.get((source, target), -1.0)
 
     def pages_s(self, source: int, target: int, num_pages: int) -> float:
-        """Predicts the seconds in which so many pages travel; 0 if none was measured."""
+        """Predicts the seconds in which this many pages travel; 0 before any measurement."""
         return num_pages * self._page_s.get((source, target), 0.0)
 
 
 def work_of(cell: CellLike) -> StepWork:
-    """Returns the work of a step in which all sequences of a cell decode that can, and those that
-    have a seat reserved there."""
+    """Returns the work of a step of a cell in which every sequence decodes that can, and those that
+    have a seat reserved there.
+    """
     decoding: list[EngineSequence] = []
     for engine in cell.rank_engines.values():
         decoding += [s for s in engine.moving.running if is_decoding(s)]

@@ -93,8 +93,7 @@ class CellRouter:
         return [place for place in live if not self.is_draining(place)] or live
 
     def route(self, sequence: EngineSequence) -> Route | None:
-        """Returns where a sequence without an engine should be computed; None if no cell is
-        live."""
+        """Returns the route for a sequence without an engine; None if no cell is live."""
         places = self.open_places
         offers = self._offers(sequence, with_adapter(sequence, places) or places)
         if not offers:
@@ -141,8 +140,9 @@ class CellRouter:
         ]
 
     def _is_pair(self, reader: Place, writer: Place) -> bool:
-        """Returns whether one cell may read what the other one generates. Two that do both read
-        their prompts themselves."""
+        """Returns whether one cell may read prompts for which the other one generates. Two cells
+        with both roles read their own prompts.
+        """
         roles = {reader.cell.shape.role, writer.cell.shape.role}
         return (
             reader.cell is not writer.cell and roles != {"both"} and self._can_carry(reader, writer)
@@ -192,7 +192,7 @@ class CellRouter:
 
     @staticmethod
     def _writers(places: list[Place]) -> list[Place]:
-        """Returns the ranks of cells that generate, or all if there are no such ones."""
+        """Returns the ranks of cells that generate, or all ranks if no cell does."""
         return [place for place in places if place.cell.shape.role != "prefill"] or places
 
     def _can_carry(self, source: Place, target: Place) -> bool:

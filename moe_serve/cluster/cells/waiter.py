@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-_CLOSE_S = 30.0  # for a wait to end after the coordinator was told to stop
+_CLOSE_S = 30.0  # time for a wait to end after the coordinator was told to stop
 
 
 class Waiter:
@@ -28,7 +28,7 @@ class Waiter:
         self._waits.put(wait)
 
     def take(self) -> None:
-        """Takes notice of a wait that has ended. Raises what it raised."""
+        """Acknowledges a wait that has ended. Raises the error that the wait raised."""
         assert self.has_ended, "the wait goes on"
         self.is_busy = self.has_ended = False
         error, self._error = self._error, None
@@ -36,7 +36,7 @@ class Waiter:
             raise error
 
     def close(self) -> None:
-        """Ends the thread after its present wait, which must be about to end."""
+        """Ends the thread after its current wait, which must be about to end."""
         self._waits.put(None)
         self._thread.join(_CLOSE_S)
 

@@ -7,8 +7,9 @@ from moe_serve.model.stage.adapter_rows import AdapterKind
 
 
 class LoadAdapter(ControlMessage, frozen=True):
-    """Tells a rank to load its part of an adapter. It reads beside its steps, unless it may get
-    rows of the adapter before it has answered (`is_due`)."""
+    """Tells a rank to load its part of an adapter. It reads beside its steps, except with `is_due`:
+    then rows of the adapter may come before the rank has answered.
+    """
 
     number: int
     digest: bytes
@@ -17,13 +18,15 @@ class LoadAdapter(ControlMessage, frozen=True):
 
 
 class DropAdapter(ControlMessage, frozen=True):
-    """Tells a rank that no row will have this adapter any more."""
+    """Tells a rank that no further row will have this adapter."""
 
     number: int
 
 
 class AdapterLoaded(ControlMessage, frozen=True):
-    """The rank has its part of an adapter; `why`: it has not, also if it had it before."""
+    """The answer of a rank about its part of an adapter. `why` is empty if the rank has it, and
+    otherwise the reason why it does not, or no longer, have it.
+    """
 
     number: int
     kind: AdapterKind = "lora"

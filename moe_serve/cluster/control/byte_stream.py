@@ -83,7 +83,9 @@ _REFUSED = bytes(_PROOF_BYTES)
 
 
 class HandshakeError(Exception):
-    """The other end did not prove itself. `reason` is one of a few fixed phrases, for counters."""
+    """The other end did not prove that it knows the secret. `reason` is one of a few fixed phrases,
+    for counters.
+    """
 
     def __init__(self, reason: str, *, is_final: bool = False) -> None:
         super().__init__(reason)

@@ -43,13 +43,17 @@ class Take(_StoreMessage, frozen=True):
 
 
 class Look(_StoreMessage, frozen=True):
-    """Asks if all keys are set: one value comes back if they are, none otherwise."""
+    """Asks whether all keys are set. The answer has one value if they are, and no value
+    otherwise.
+    """
 
     keys: Sequence[str]
 
 
 class Swap(_StoreMessage, frozen=True):
-    """Sets a key if its value is the expected one; an empty `expected` means: if it is not set."""
+    """Sets a key if its value is the expected one. With an empty `expected` the key is set if it
+    has no value.
+    """
 
     key: str
     expected: bytes
@@ -64,7 +68,7 @@ class Count(_StoreMessage, frozen=True):
 
 
 class Drop(_StoreMessage, frozen=True):
-    """Deletes a key. One value comes back if it was set."""
+    """Deletes a key. The answer has one value if the key was set."""
 
     key: str
 
@@ -102,13 +106,13 @@ class StoreServer:
         return int(self._listener.port)
 
     def call_off(self, prefix: str) -> None:
-        """Fails every request for a key that begins with `prefix`, including waiting ones."""
+        """Fails every request for a key that begins with `prefix`, waiting ones included."""
         with self._changed:
             self._called_off.add(prefix)
             self._changed.notify_all()
 
     def forget(self, prefix: str) -> None:
-        """Deletes the keys that begin with `prefix`, which no rank asks for any more."""
+        """Deletes the keys that begin with `prefix`. No rank may ask for them any more."""
         with self._changed:
             self._called_off.discard(prefix)
             for key in [key for key in self._values if key.startswith(prefix)]:
@@ -184,7 +188,7 @@ class StoreServer:
         if self._is_closed:
             return "the store has been closed"
         is_off = any(key.startswith(prefix) for prefix in self._called_off for key in keys)
-        return "the meeting was called off" if is_off else None
+        return "the meeting was cancelled" if is_off else None
 
 
 def _keys(request: StoreRequest) -> Sequence[str]:
@@ -237,7 +241,7 @@ class RemoteStore(Store):
         return bytes(self._ask(swap)[0])
 
     def deleteKey(self, key: str) -> bool:  # noqa: N802
-        """Deletes a key; torch looks the method up by this name."""
+        """Deletes a key. torch requires this name."""
         return bool(self._ask(Drop(key)))
 
     def clone(self) -> RemoteStore:

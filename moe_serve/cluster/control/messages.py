@@ -181,7 +181,7 @@ class Hello(ControlMessage, frozen=True):
 
 
 class Examined(ControlMessage, frozen=True):
-    """The answer to Examine; `why`: the files could not be read."""
+    """The answer to Examine. A `why` that is not empty says why the files could not be read."""
 
     files: Sequence[FileMark]
     probes: Sequence[ProbeResult]
@@ -206,7 +206,9 @@ class Loaded(ControlMessage, frozen=True):
 
 
 class Joined(ControlMessage, frozen=True):
-    """The rank is in the epoch's data group; `why`: it is not."""
+    """Reports that the rank is in the epoch's data group. A `why` that is not empty says why it is
+    not.
+    """
 
     epoch: int
     why: str | None = None
@@ -249,7 +251,7 @@ class StepDone(ControlMessage, frozen=True):
 
 
 class StepServed(ControlMessage, frozen=True):
-    """An expert rank has finished a step; `failure`: a layer of it raised."""
+    """An expert rank has finished a step. `failure` is the error that a layer raised, if any."""
 
     epoch: int
     step: int
@@ -275,7 +277,7 @@ class FinitePages(ControlMessage, frozen=True):
 
 
 class TookExperts(ControlMessage, frozen=True):
-    """The answer to TakeExperts and DropExperts; `why`: it failed."""
+    """The answer to TakeExperts and DropExperts. A `why` that is not empty says why it failed."""
 
     why: str | None = None
 

@@ -29,8 +29,9 @@ class MemoryPath(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ParcelSetup(msgspec.Struct, frozen=True, array_like=True):
-    """Tells a rank how parcels reach it: through the common memory, through a port of its own, or
-    through either, which is then the memory where the rank can open it."""
+    """Tells a rank how parcels reach it: through the common memory, through its own port, or
+    through either of them, which means the memory if the rank can open it.
+    """
 
     num_bytes: int  # of the common memory, and for each direction of a rank with a port
     common: MemoryPath | None = None
@@ -52,8 +53,9 @@ class ParcelFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class SendPages(ControlMessage, frozen=True):
-    """Tells a rank to copy pages into slots of the common memory, or into slots of its own and
-    from there to the rank at a port, or to the addresses of an agent."""
+    """Tells a rank to copy pages into slots of the common memory, or into its own slots and from
+    there to the rank at a port or to the addresses of an agent.
+    """
 
     ticket: int
     pages: Sequence[int]
@@ -76,7 +78,7 @@ class ExpectPages(ControlMessage, frozen=True):
 
 
 class ForgetPages(ControlMessage, frozen=True):
-    """Tells a rank not to expect a parcel any more; the answer is PagesTaken."""
+    """Tells a rank to stop expecting a parcel. The answer is PagesTaken."""
 
     ticket: int
 
@@ -93,8 +95,9 @@ class TakePages(ControlMessage, frozen=True):
 
 
 class PagesSent(ControlMessage, frozen=True):
-    """The pages are in the slots (with a port, have left them; with an agent, are in the target's
-    slots); `why`: they are not."""
+    """Reports that the pages are in the slots: with a port, that they have left them; with an
+    agent, that they are in the target's slots. A `why` that is not empty says why they are not.
+    """
 
     ticket: int
     checksum: int = 0
@@ -102,7 +105,9 @@ class PagesSent(ControlMessage, frozen=True):
 
 
 class PagesArrived(ControlMessage, frozen=True):
-    """The slots of an expected parcel are filled; `why`: they never will be."""
+    """Reports that the slots of an expected parcel are filled. A `why` that is not empty says why
+    they never will be.
+    """
 
     ticket: int
     checksum: int = 0  # as the source states it
@@ -110,7 +115,9 @@ class PagesArrived(ControlMessage, frozen=True):
 
 
 class PagesTaken(ControlMessage, frozen=True):
-    """The pages hold the values. `why`: they do not, and are zero or untouched."""
+    """Reports that the pages hold the values. A `why` that is not empty says why they do not; then
+    they are zero or untouched.
+    """
 
     ticket: int
     why: str = ""

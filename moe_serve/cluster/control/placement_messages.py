@@ -32,7 +32,9 @@ class SwitchPlacement(ControlMessage, frozen=True):
 
 
 class Staged(ControlMessage, frozen=True):
-    """The rank is ready for a placement and has read `num_bytes` for it; `why`: it failed."""
+    """Reports that the rank is ready for a placement and has read `num_bytes` for it. A `why` that
+    is not empty says why it is not.
+    """
 
     placement: int
     num_bytes: int = 0

@@ -46,8 +46,9 @@ Inbox = queue.SimpleQueue[LinkEvent]
 
 
 class RankLink:
-    """Reads messages on a thread of its own; handles heartbeats, passes reports on adapters on,
-    and puts all others into the inbox."""
+    """Reads messages on its own thread. It handles heartbeats, passes reports on adapters to their
+    listener, and puts all other messages into the inbox.
+    """
 
     def __init__(
         self,

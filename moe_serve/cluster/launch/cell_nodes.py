@@ -32,9 +32,14 @@ def ranks_of_cells(shapes: Sequence[CellShape]) -> list[RankName]:
     return [name for shape in shapes for name in _named(shape, counts).values()]
 
 
+def _name_of(cell: int) -> str:
+    return f"cell-{cell}"
+
+
 def _named(shape: CellShape, counts: Counter[Role]) -> dict[RankName, RankName]:
-    """Returns the names by which nodes know the ranks of a cell, by those in the cell. `counts`:
-    the ranks that nodes know already."""
+    """Returns the names by which nodes know the ranks of a cell, by their names in the cell.
+    `counts` has the numbers of ranks that nodes already know.
+    """
     names: dict[RankName, RankName] = {}
     for rank in all_ranks(shape.attention_ranks, shape.expert_ranks):
         names[rank] = RankName(rank.role, counts[rank.role])
@@ -53,13 +58,13 @@ class CellNodes:
         self._lock = threading.Lock()
         self._starter: NodeStarter | None = None
         self._running: set[int] = set()  # cells
-        self._counts: Counter[Role] = Counter()  # of ranks that nodes have heard of
+        self._counts: Counter[Role] = Counter()  # numbers of ranks that nodes know
         self._names: dict[int, dict[RankName, RankName]] = {}  # on nodes, by those in the cell
         self._cells: dict[str, tuple[int, str]] = {}  # the opposite
         self._ended: list[tuple[int, RankExit]] = []
         for cell, shape in enumerate(shapes):
             self._name(cell, shape)
-        # Removes a cell as operators do; set once the cells serve.
+        # removes a cell in the way of the admin route; set once the cells serve
         self.remove_cell: Callable[[int], None] = lambda cell: None
 
     def starter_of(
@@ -89,10 +94,13 @@ class CellNodes:
 
     def nodes(self) -> Sequence[NodeStatus]:
         """See `CellsControl.nodes`."""
-        return () if self._starter is None else self._starter.statuses()
+        return () if self._starter is None else self._starter.statuses(self._cell_of)
+
+    def _cell_of(self, rank: RankName) -> str:
+        return _name_of(self._cells[str(rank)][0])
 
     def _leave(self, ranks: Sequence[RankName]) -> None:
-        """Removes the cells of these ranks, because their node leaves or is lost."""
+        """Removes the cells of these ranks because their node leaves or is lost."""
         with self._lock:
             found = {self._cells[str(rank)][0] for rank in ranks} & self._running
         for cell in sorted(found):
@@ -109,7 +117,9 @@ class CellNodes:
         return list(names.values())
 
     def exited(self, cell: int) -> list[RankExit]:
-        """Returns the ranks of a cell that ended since the last call, by their names there."""
+        """Returns the ranks of a cell that ended since the last call, by their names in the
+        cell.
+        """
         assert self._starter is not None, "a cell has started"
         with self._lock:
             for ended in self._starter.exited():
@@ -142,14 +152,14 @@ class CellStarter:
         cell: int,
         at: HostPort,
     ) -> None:
-        """`names`: those by which nodes know its ranks."""
+        """`names` are the names by which nodes know its ranks."""
         self._nodes, self._starter, self._names = nodes, starter, names
         self._cell, self._at = cell, at
         self._started: set[RankName] = set()
 
     def start(self, rank: RankName) -> None:
         self._started.add(rank)
-        seat = CellSeat(f"cell-{self._cell}", rank.index, self._at)
+        seat = CellSeat(_name_of(self._cell), rank.index, self._at)
         self._starter.start(self._global(rank), seat)
 
     def place_of(self, rank: RankName) -> str:
@@ -162,7 +172,7 @@ class CellStarter:
         return self._nodes.exited(self._cell)
 
     def stop(self) -> None:
-        """Ends the ranks of this cell; those of others go on."""
+        """Ends the ranks of this cell. Ranks of other cells continue."""
         started, self._started = self._started, set()
         for rank in started:
             self.kill(rank)

@@ -1,4 +1,4 @@
-"""The command that is started on every node, and the facts that emitted files need beside it.
+"""The command that runs on every node, and the other facts that emitted files need.
 
 The command never holds a secret: secrets travel in the environment, on standard input, or as @FILE.
 """

@@ -51,7 +51,7 @@ class NodeFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """The values that a launcher has set; None where it sets none."""
+    """The values that a launcher has set; None for values that it has not set."""
 
     kind: NodeKind
     node_rank: int | None = None
@@ -118,7 +118,7 @@ def is_spare_copy(environ: Mapping[str, str]) -> bool:
 
 
 def _look(environ: Mapping[str, str], hostname: str, flags: NodeFlags) -> _Found:
-    """Detects the innermost launcher: torchrun inside Slurm is torchrun."""
+    """Detects the innermost launcher. torchrun inside Slurm counts as torchrun."""
     if None not in (flags.node_rank, flags.num_nodes, flags.coordinator):
         return _Found(kind="flags")
     if environ.get("GROUP_RANK") or environ.get("TORCHELASTIC_RUN_ID"):
@@ -172,8 +172,8 @@ def _deepspeed(environ: Mapping[str, str]) -> _Found:
 
 
 def _slurm(environ: Mapping[str, str], flags: NodeFlags) -> _Found:
-    """Reads Slurm's variables. A step's describe where this task runs; the job's may name more
-    nodes.
+    """Reads Slurm's variables. Those of the step describe where this task runs; those of the job
+    may name more nodes.
 
     Node 0 is the first host of the list. SLURM_LAUNCH_NODE_IPADDR is the host that called srun,
     which under salloc is the login node, so it is used only if there is no list.

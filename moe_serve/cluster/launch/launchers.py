@@ -65,7 +65,7 @@ class HostCommand:
 
 
 def write_to_stdout(line: str) -> None:
-    with contextlib.suppress(OSError):  # no reader or no space: the hosts go on
+    with contextlib.suppress(OSError):  # no reader or no space: the hosts continue
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
 
@@ -103,7 +103,7 @@ def run_on_hosts(
 
 
 def _start(command: HostCommand, pump: OutputPump) -> subprocess.Popen[bytes]:
-    """Starts a command in a session of its own, so that Ctrl-C is passed on by us, in order."""
+    """Starts a command in its own session, so that we pass on Ctrl-C in the right order."""
     try:
         process = subprocess.Popen(
             command.argv,
@@ -141,7 +141,7 @@ def _wait(
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
-    """Ends commands by the end of their standard input, and kills those that stay.
+    """Ends commands by closing their standard input, and kills those that do not end.
 
     The first one ends before the others: node 0 finishes its requests while it still has all ranks,
     and then dismisses the other nodes.

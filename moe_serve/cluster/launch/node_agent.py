@@ -1,8 +1,8 @@
-"""The agent on every node except node 0: starts and ends ranks as node 0 tells it.
+"""The agent on every node except node 0: starts and ends ranks on the orders of node 0.
 
 Its ranks end with the connection: node 0 has given them up by then, and will ask for new ones. The
-agent then looks for node 0 for a while and says hello again. If it finds none it exits, and its own
-starter (systemd, Kubernetes, Slurm) may start it again.
+agent then looks for node 0 for a while and says hello again. If it does not find node 0, it exits,
+and systemd, Kubernetes or Slurm may start it again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class NodeAgent:
     def __init__(
         self, channel: Channel[AgentMessage], ranks: NodeRanks, *, has_joined: bool = False
     ) -> None:
-        """`has_joined`: the node joined a running launch, so it may leave again."""
+        """`has_joined` means that the node joined a running launch, so it may leave again."""
         self._channel, self._ranks = channel, ranks
         self._may_leave = has_joined
         self._stop_at_s: float | None = None
@@ -82,11 +82,11 @@ class NodeAgent:
             self._channel.close()
 
     def stop(self, grace_s: float = 0.0) -> None:
-        """Makes `run` end the ranks and return. From a signal handler or another thread.
+        """Makes `run` end the ranks and return. Safe from a signal handler or another thread.
 
         A launch is often stopped on all nodes at once. Node 0 then finishes its requests, for which
-        it needs our ranks, and dismisses us; the agent waits for that for `grace_s`. A second call
-        ends it now.
+        it needs our ranks, and dismisses us. The agent waits `grace_s` for that. A second call ends
+        it now.
         """
         is_second = self._stop_at_s is not None
         self._stop_at_s = time.monotonic() + (0.0 if is_second else grace_s)
@@ -111,8 +111,9 @@ class NodeAgent:
             self._channel.send(ended)
 
     def _beat(self) -> None:
-        """Sends a sign of life, on its own thread: while a large process takes time to end, the
-        node is not lost."""
+        """Sends a sign of life on its own thread, so that the node is not lost while a large
+        process takes time to end.
+        """
         with contextlib.suppress(ChannelClosedError):
             while not self._ended.is_set():
                 self._channel.send(NodeAlive())
@@ -120,7 +121,7 @@ class NodeAgent:
 
 
 class NodeLife:
-    """Runs a node's agent, and after each loss of node 0 the next one.
+    """Runs a node's agent, and a new agent after each loss of node 0.
 
     `find` connects to node 0 within the given seconds, or raises ClusterError. `make_ranks` gets
     the address by which node 0 reaches this node.
@@ -186,7 +187,7 @@ class NodeLife:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoiningNode:
-    """A node that joins a running launch. `agent`: a random name, see `NodeHello`."""
+    """A node that joins a running launch. `agent` is a random name; see `NodeHello`."""
 
     name: str
     num_places: int

@@ -39,11 +39,11 @@ class NodeLayout:
         raise AssertionError(f"{rank} is on none of the {self.num_nodes} nodes")
 
     def place_on_node(self, rank: RankName) -> int:
-        """Returns the number of ranks before it on its node, which is its device's number."""
+        """Returns the number of ranks before a rank on its node, which is its device's number."""
         return self.nodes[self.node_of(rank)].index(rank)
 
     def with_node(self) -> NodeLayout:
-        """Returns the layout with one more node, which has no rank."""
+        """Returns the layout with one more node, which has no ranks yet."""
         return NodeLayout(nodes=(*self.nodes, ()))
 
     def with_rank(
@@ -52,8 +52,9 @@ class NodeLayout:
         instead_of: Collection[RankName] = (),
         among: Collection[int] | None = None,
     ) -> NodeLayout:
-        """Returns the layout with one more rank: in the place of one that has left, or else on the
-        node that has the fewest. `among`: the nodes that may get it; None: all."""
+        """Returns the layout with one more rank: in the place of a rank that has left, or else on
+        the node with the fewest ranks. `among` are the nodes that may get it; None means all.
+        """
         may = range(self.num_nodes) if among is None else sorted(among)
         old = next((old for node in may for old in self.nodes[node] if old in instead_of), None)
         if old is not None:
@@ -157,7 +158,7 @@ def _cut(ranks: Sequence[RankName], shares: Sequence[int]) -> tuple[tuple[RankNa
 
 
 def _spans(numbers: Sequence[int]) -> list[str]:
-    """Shortens numbers to spans: [0, 1, 2, 5] is "0-2", "5"."""
+    """Shortens numbers to spans: [0, 1, 2, 5] becomes "0-2", "5"."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][-1] + 1:

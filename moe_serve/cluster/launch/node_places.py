@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.launch.node_layout import NodeLayout
@@ -16,8 +16,9 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,62}")
 
 
 def objection_to_node(name: str, num_places: int) -> str | None:
-    """Returns the reason why a node with this name and number of places cannot join; None: it can.
-    The names of the first nodes are their numbers."""
+    """Returns the reason why a node with this name and number of places cannot join, or None. The
+    names of the first nodes are their numbers.
+    """
     if not _NAME.fullmatch(name):
         return (
             f"{name[:100]!r} cannot name a node: use at most 63 letters, digits, dots, dashes and "
@@ -29,22 +30,25 @@ def objection_to_node(name: str, num_places: int) -> str | None:
 
 
 class NodePlaces:
-    """The nodes of a launch and the ranks on them. Its owner's lock guards it. A node that has
+    """The nodes of a launch and the ranks on them, guarded by the owner's lock. A node that has
     joined keeps its number, and so its ranks, when it comes back. A first node takes any number of
-    ranks."""
+    ranks.
+    """
 
     def __init__(self, layout: NodeLayout) -> None:
         self.layout, self.num_first = layout, layout.num_nodes
         self.leaving: set[int] = set()  # nodes that get no further ranks
         self._names: dict[int, str] = {}  # of nodes that have joined
         self._num_places: dict[int, int] = {}  # likewise
-        self._removed: set[RankName] = set()  # still in the layout; their places are free
+        self._removed: set[RankName] = (
+            set()
+        )  # removed ranks, still in the layout; their places are free
 
     def name_of(self, number: int) -> str:
         return self._names.get(number, str(number))
 
     def number_of(self, name: str) -> int | None:
-        """Returns the number of a node that has joined; None: no node had this name."""
+        """Returns the number of a node that has joined; None if no node had this name."""
         return next((number for number, each in self._names.items() if each == name), None)
 
     def ranks_on(self, number: int) -> list[RankName]:
@@ -61,8 +65,9 @@ class NodePlaces:
         return number
 
     def add(self, ranks: Sequence[RankName], node: str | None, present: Collection[int]) -> None:
-        """Gives places to further ranks, those of removed ranks first. Arguments and errors: see
-        `check_room`."""
+        """Gives places to further ranks, those of removed ranks first. For arguments and errors see
+        `check_room`.
+        """
         self.check_room(len(ranks), node, present)
         for rank in ranks:
             nodes = [n for n, num_free in self._free(node, present).items() if num_free > 0]
@@ -75,8 +80,9 @@ class NodePlaces:
         return [number for number in self.leaving if not self.ranks_on(number)]
 
     def check_room(self, num_ranks: int, node: str | None, present: Collection[int]) -> None:
-        """Raises CellsError unless there is room for so many more ranks on a node, or (None) on all
-        nodes together. `present`: the connected nodes, without node 0."""
+        """Raises CellsError unless there is room for this many more ranks on a node, or with None
+        on all nodes together. `present` are the connected nodes, without node 0.
+        """
         free = self._free(node, present)
         if not free:
             known = ", ".join(self.name_of(number) for number in self._free(None, present))
@@ -90,14 +96,17 @@ class NodePlaces:
                 "places: add a smaller cell, or start the node with more --places."
             )
 
-    def statuses(self, present: Collection[int]) -> tuple[NodeStatus, ...]:
-        """Returns the nodes that are connected or have ranks."""
+    def statuses(
+        self, present: Collection[int], cell_of: Callable[[RankName], str]
+    ) -> tuple[NodeStatus, ...]:
+        """Returns the nodes that are connected or have ranks. `cell_of`: the cell of a rank."""
         return tuple(
             NodeStatus(
                 name=self.name_of(number),
                 num_ranks=len(self.ranks_on(number)),
                 num_places=self._num_places.get(number),
                 is_there=number == 0 or number in present,
+                cells=tuple(dict.fromkeys(map(cell_of, self.ranks_on(number)))),
             )
             for number in range(self.layout.num_nodes)
             if number == 0 or number in present or self.ranks_on(number)

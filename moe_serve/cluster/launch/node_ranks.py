@@ -30,9 +30,9 @@ STOP_TIMEOUT_S = 5.0
 class NodeHello(ControlMessage, frozen=True):
     """The first message of an agent. `host`: its address as node 0 reaches it.
 
-    `joins`: the name of a node that joins a running launch, which gives it a number; empty: it is
-    one of the first nodes. `num_places`: the largest number of ranks that a joining node takes.
-    `agent`: a random name that tells it from other agents with the same `joins`.
+    `joins` is the name of a node that joins a running launch, which gives it a number; it is empty
+    for the first nodes. `num_places` is the largest number of ranks that a joining node takes.
+    `agent` is a random name that distinguishes it from other agents with the same `joins`.
     """
 
     node_rank: int
@@ -50,7 +50,7 @@ class NodeAlive(ControlMessage, frozen=True):
 
 
 class NodeLeaves(ControlMessage, frozen=True):
-    """The message of a joined node that will end, so that its cells are removed."""
+    """A joined node is about to end, so its cells must be removed."""
 
 
 class RankEnded(ControlMessage, frozen=True):
@@ -69,8 +69,8 @@ class Welcome(ControlMessage, frozen=True):
 class StartRank(ControlMessage, frozen=True):
     """Starts a process of a rank, and kills one of the same rank that still runs.
 
-    `place`: the number of ranks before it on its node. `device`: its accelerator; None: the one at
-    `place`. `num_threads` None: its share of the node's cores.
+    `place` is the number of ranks before it on its node. `device` is its accelerator; with None the
+    one at `place`. With `num_threads` None it gets its share of the node's cores.
     """
 
     role: Role
@@ -109,7 +109,7 @@ AgentOrder = Welcome | StartRank | KillRank | Dismiss
 AgentReport = NodeHello | NodeAlive | NodeLeaves | RankEnded
 
 ALIVE_PERIOD_S = 1.0
-SILENCE_S = 5.0  # an agent that is silent for this long has lost its node
+SILENCE_S = 5.0  # an agent that is silent for this long counts as lost
 
 
 class NodeRanks:
@@ -159,7 +159,7 @@ class NodeRanks:
             self._processes.kill(label)
 
     def ended(self) -> list[RankEnded]:
-        """Returns the ranks that ended by themselves since the last call."""
+        """Returns the ranks that ended without an order since the last call."""
         failed, self._failed = self._failed, []
         return failed + [
             _ended(self._starts[item.name], ": ".join([item.reason, *item.tail[-1:]]))

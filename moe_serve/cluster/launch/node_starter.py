@@ -63,12 +63,13 @@ class NodeStarter:
         num_threads: int | None = None,
         join_s: float | None = None,
     ) -> None:
-        """`join_s`: further nodes may join, and the cells of a lost one are kept for so many
-        seconds until it is back; None: no node may join."""
+        """With `join_s`, further nodes may join, and the cells of a lost node are kept for this
+        many seconds; with None no node may join.
+        """
         self._places, self._local = NodePlaces(layout), local
         self._devices, self._num_threads = devices or {}, num_threads
         self._join_s = join_s
-        # Called when the cells that have these ranks must leave, as their node leaves or is lost.
+        # called when cells with these ranks must leave because their node leaves or is lost
         self.on_leaves: Callable[[Sequence[RankName]], None] = lambda ranks: None
         self._coordinator: HostPort | None = None
         self._changed = threading.Condition()  # guards the fields below
@@ -101,7 +102,8 @@ class NodeStarter:
 
     def add(self, ranks: Sequence[RankName], node: str | None = None) -> None:
         """Gives places on the nodes to further ranks, those of removed ranks first. Raises
-        CellsError if there is no room. `node`: see `check_room`."""
+        CellsError if there is no room. For `node` see `check_room`.
+        """
         with self._changed:
             self._places.add(ranks, node, self._nodes)
 
@@ -115,15 +117,16 @@ class NodeStarter:
             _log.info("node %s has left", node.name)
 
     def check_room(self, num_ranks: int, node: str | None) -> None:
-        """Raises CellsError unless there is room for so many more ranks. `node`: the name of a
-        joined node, the number of one of the first nodes, or None for all nodes together."""
+        """Raises CellsError unless there is room for this many more ranks. `node` is the name of a
+        joined node, the number of one of the first nodes, or None for all nodes together.
+        """
         with self._changed:
             self._places.check_room(num_ranks, node, self._nodes)
 
-    def statuses(self) -> tuple[NodeStatus, ...]:
-        """Returns the nodes with their ranks."""
+    def statuses(self, cell_of: Callable[[RankName], str]) -> tuple[NodeStatus, ...]:
+        """Returns the nodes with their ranks. `cell_of`: the cell of a rank."""
         with self._changed:
-            return self._places.statuses(self._nodes)
+            return self._places.statuses(self._nodes, cell_of)
 
     def wait_for_nodes(self, timeout_s: float) -> None:
         """Waits until every node's agent is there; raises ClusterError with the missing nodes."""
@@ -234,7 +237,7 @@ class NodeStarter:
                 self._nodes[node.number] = node
                 names = {str(rank) for rank in self.layout.nodes[node.number]}
                 orders = [order for name, order in self._wanted.items() if name in names]
-        if is_late:  # it connected while we ended, so it is told here
+        if is_late:  # it connected while we were ending, so it is dismissed here
             node.send(Dismiss())
             node.close()
             return

@@ -1,10 +1,10 @@
-"""Loads adapters on all ranks of all cells, and has them dropped when no request holds them.
+"""Loads adapters on all ranks of all cells, and drops them when no request holds them.
 
 An adapter has a number on the ranks, the same in every cell, so a request keeps it when it moves.
-It is usable when all ranks have answered. A rank that starts, also one of a new cell, gets all
-adapters with its configuration, and one that was just loading gets those that came meanwhile before
-it can get rows. So every rank that gets rows has every adapter, unless it could not read one again:
-then other cells run its requests, and it is forgotten when no cell has it.
+It is usable when all ranks have answered. A rank that starts gets all adapters with its
+configuration. A rank that was just loading gets the adapters that came meanwhile before it can get
+rows. So every rank that gets rows has every adapter, unless it could not read one again: then other
+cells run the requests for that adapter, and it is forgotten when no cell has it.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from moe_serve.errors import CheckpointError
 from moe_serve.model.stage.adapter_rows import AdapterWeights
 
 _log = logging.getLogger(__name__)
-_LOOK_S = 0.1  # between two looks for ranks that are gone
+_LOOK_S = 0.1  # seconds between two checks for ranks that are gone
 
 
 @dataclass(slots=True)
 class _Told:
-    """The adapters that a process of a rank was told of."""
+    """The adapters that a process of a rank was told to load."""
 
     start: int  # number of the process
     numbers: set[int] = field(default_factory=set)
 
 
 class CellAdapters:
-    """The adapters as the membership of one cell sees them."""
+    """The adapters of one cell, used by its membership."""
 
     def __init__(self, shared: ClusterAdapters, roster: Roster, cell: str) -> None:
-        """`cell`: its name; empty: the only one."""
+        """`cell` is its name, which is empty for the only cell."""
         self._shared, self.roster, self.cell = shared, roster, cell
         self._told: dict[str, _Told] = {}  # by the ranks' names; guarded by `shared`
         self._missing: set[tuple[int, str]] = set()  # adapters that ranks have lost; likewise
@@ -68,7 +68,7 @@ class CellAdapters:
             return tuple(orders.values())
 
     def ready(self, name: str) -> None:
-        """Tells a rank of the adapters that came and went while it loaded."""
+        """Tells a rank which adapters were added and dropped while it loaded."""
         with self._shared.orders as orders:
             state, told = self.roster[name], self._told_to(name)
             for number in told.numbers - orders.keys():
@@ -82,7 +82,7 @@ class CellAdapters:
         self._shared.heard(self, link, report)
 
     def leave(self) -> None:
-        """Ends the part of a cell that closes: loads no longer wait for its ranks."""
+        """Removes a closing cell: loads no longer wait for its ranks."""
         self._shared.leave(self)
 
     def tell(self, state: RankState, order: LoadAdapter) -> None:
@@ -93,7 +93,7 @@ class CellAdapters:
             state.send(order)
 
     def drop(self, number: int) -> None:
-        """Tells the ranks that they need an adapter no longer. `shared` is locked."""
+        """Tells the ranks that they no longer need an adapter. `shared` is locked."""
         self._missing = {lost for lost in self._missing if lost[0] != number}
         for state in self.roster.present():
             told = self._told_to(str(state.name))
@@ -106,7 +106,7 @@ class CellAdapters:
         return f"{self.cell}/{name}" if self.cell else name
 
     def _told_to(self, name: str) -> _Told:
-        """Returns what the present process of a rank was told of."""
+        """Returns the adapters that the current process of a rank was told to load."""
         start, told = self.roster[name].num_starts, self._told.get(name)
         if told is None or told.start != start:
             told = self._told[name] = _Told(start)
@@ -114,7 +114,7 @@ class CellAdapters:
 
 
 class _Orders:
-    """The adapters that ranks must have, by number. Entered, it is locked."""
+    """The adapters that ranks must have, by number. A `with` block locks it."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -132,7 +132,7 @@ class ClusterAdapters:
     """Any thread may load. The engine thread says which ranks start and become ready."""
 
     def __init__(self, num_experts: int, timeout_s: float) -> None:
-        """`timeout_s`: the time that ranks have to load an adapter."""
+        """`timeout_s` is the time that ranks have to load an adapter."""
         self._timeout_s = timeout_s
         self._numbers = itertools.cycle(range(1, MAX_VIRTUAL_ID // num_experts))
         self.orders = _Orders()  # guards the rest
@@ -140,19 +140,20 @@ class ClusterAdapters:
         self._answers: dict[int, dict[str, AdapterLoaded]] = {}  # of loads under way
         self._is_closed = False
         self._on_missing: Callable[[bytes], None] = lambda digest: None  # a rank has it no longer
-        # A queue, as the last reference to an adapter may end anywhere, also in this object.
+        # a queue, because the last reference to an adapter may end anywhere, even in this object
         self._unused: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         threading.Thread(target=self._drop_unused, name="adapter-drops", daemon=True).start()
 
     def join(self, roster: Roster, cell: str = "") -> CellAdapters:
-        """Adds the ranks of a cell, which must not have started. Those that start get all adapters
-        that there are."""
+        """Adds the ranks of a cell, which must not have started. When they start, they get all
+        adapters.
+        """
         with self.orders:
             self._cells.append(CellAdapters(self, roster, cell))
             return self._cells[-1]
 
     def leave(self, cell: CellAdapters) -> None:
-        """Removes a cell; twice is as good as once."""
+        """Removes a cell. Further calls have no effect."""
         with self.orders:
             self._cells = [each for each in self._cells if each is not cell]
             self.orders.changed.notify_all()
@@ -164,8 +165,9 @@ class ClusterAdapters:
         return registry
 
     def build(self, files: AdapterFiles) -> AdapterWeights:
-        """Has all ranks load an adapter, and waits for them. Implements BuildAdapter: the weights
-        are on the ranks, as long as the result is held. Raises CheckpointError."""
+        """Makes all ranks load an adapter, and waits for them. Implements BuildAdapter: the weights
+        stay on the ranks as long as the result is held. Raises CheckpointError.
+        """
         with self.orders as orders:
             number = next(n for n in self._numbers if n not in orders)
             order = LoadAdapter(
@@ -195,7 +197,7 @@ class ClusterAdapters:
         return weights
 
     def heard(self, cell: CellAdapters, link: RankLink, report: AdapterLoaded) -> None:
-        """Notes what a rank of a cell says about an adapter. Called on the link's thread."""
+        """Handles a rank's report about an adapter. Called on the link's thread."""
         name = cell.rank(link.name)
         with self.orders as orders:
             answers, order = self._answers.get(report.number), orders.get(report.number)
@@ -243,7 +245,7 @@ class ClusterAdapters:
             is_all = len(failed) == len(answers)
             raise CheckpointError(why if is_all else f"{name} cannot load it: {why}")
         if not answers:
-            raise CheckpointError("no rank is there to load it: try again later.")
+            raise CheckpointError("no rank is connected that could load it: try again later.")
         return list(answers.values())
 
     def _drop_unused(self) -> None:

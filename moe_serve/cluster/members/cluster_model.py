@@ -64,7 +64,8 @@ class ClusterModel:
 
     def for_cell(self, config: EngineConfig, num_others: int) -> ClusterModel:
         """Returns the same model for a further cell, whose ranks must find the same weights.
-        `num_others`: the processes of the other cells on this host. Raises ConfigError."""
+        `num_others` counts the processes of other cells on this host. Raises ConfigError.
+        """
         _check_ranks(self.spec, config.cluster)
         share = _threads_each(num_others + _num_processes(config.cluster))
         return replace(
@@ -101,8 +102,9 @@ class ClusterModel:
         return is_broadcast_worth(row_bytes, spec.router.top_k, cluster.expert_ranks)
 
     def slots_per_layer(self) -> list[int]:
-        """Returns, for each expert rank, the most copies that it may hold in a layer, whatever
-        moves."""
+        """Returns, for each expert rank, the largest number of copies that it may hold in a layer,
+        whichever experts move.
+        """
         return slots_per_layer(self.placement, self.config.cluster)
 
     def configure(
@@ -113,8 +115,9 @@ class ClusterModel:
         parcels: ParcelSetup | None = None,
         adapters: Sequence[LoadAdapter] = (),
     ) -> Configure:
-        """Returns the order that tells a rank what to load. `arena`: path of the memory tier;
-        `parcels`: how KV pages reach attention ranks, if they do."""
+        """Returns the order that tells a rank what to load. `arena` is the path of the memory tier.
+        `parcels` says how KV pages reach attention ranks, if they do.
+        """
         is_expert = name.role == "expert"
         return Configure(
             config=self.config,
@@ -175,10 +178,10 @@ def num_slots(placement: Placement, config: EngineConfig, rank: int) -> int:
 
 
 def check_replica_choice(cluster: ClusterConfig) -> None:
-    """Raises ConfigError if each expert rank would choose the copy that serves a row by other rows
-    too.
+    """Raises ConfigError if the choice of the copy that serves a row would depend on other rows on
+    each expert rank.
 
-    Routers that differ in one last bit would then disagree about those other rows.
+    Routers that differ in a last bit would then disagree about those other rows.
     """
     if cluster.router == "experts" and cluster.replica_choice != _TURNS:
         raise ConfigError(

@@ -1,4 +1,6 @@
-"""Says how the ranks of a cell are started, where operators or a job system start them."""
+"""Gives the commands that start the ranks of a cell, for operators or a job system that start
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ _log = logging.getLogger(__name__)
 
 
 class HandStarter:
-    """Implements RankStarter without starting anything. A rank joins by connecting; one that is
-    given up loses its connection, and ends. Its process must be started again by hand."""
+    """Implements RankStarter without starting anything. A rank joins by connecting. A rank that is
+    given up loses its connection and ends; its process must be started again by hand.
+    """
 
     def __init__(self, cell: str, host: str, port: int, num_threads: int) -> None:
         self._cell, self._host, self._port, self._num_threads = cell, host, port, num_threads
@@ -32,7 +35,7 @@ class HandStarter:
 
     def start(self, rank: RankName) -> None:
         """See `RankStarter.start`."""
-        _log.info("%s/%s is to be started by hand: %s", self._cell, rank, self.command(rank))
+        _log.info("start %s/%s by hand: %s", self._cell, rank, self.command(rank))
 
     def place_of(self, rank: RankName) -> str:
         """See `RankStarter.place_of`."""

@@ -41,14 +41,15 @@ _log = logging.getLogger(__name__)
 _WATCH_S = 0.05
 _LAST_WORDS_S = 2.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0  # between two starts of a rank that keeps dying
-_LASTING_S = 10.0  # a process that served this long resets the count of failures
+_LASTING_S = 10.0  # a process that has served this long resets the count of failures
 _CLOSE_S = 10.0  # for the watch to end
 _CLOSED = LinkEvent("", None, Gone("the server ends"))  # wakes a wait
 
 
 class Membership:
-    """`configure` returns what a rank loads; `weights` is the hash that its checkpoint must
-    have."""
+    """The ranks of a cell. `configure` returns the order that tells a rank what to load, and
+    `weights` is the hash that its checkpoint must have.
+    """
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class Membership:
         heartbeat_s: float,
         cell: str = "",
     ) -> None:
-        """`cell`: its name, where there are several."""
+        """`cell` is its name if there are several."""
         self.roster, self._configure, self._weights = roster, configure, weights
         self.cell, self.prefix = cell, f"{cell}/" if cell else ""  # of ranks' names in messages
         self.inbox: Inbox = queue.SimpleQueue()
@@ -74,7 +75,7 @@ class Membership:
         self._start_timeout_s = math.inf  # for restarts; `start` gets the first one's
         self._loading: dict[str, tuple[int, int]] = {}
         self.on_event: Callable[[], None] = lambda: None  # wakes an idle engine
-        self.is_due: Callable[[], bool] = lambda: False  # wake without an event?
+        self.is_due: Callable[[], bool] = lambda: False  # returns whether to wake without an event
         self.adapters: CellAdapters | None = None  # set where ranks load adapters
         self.on_parcel: Callable[[LinkEvent], None] = self.inbox.put  # on any thread
         self.num_lost = 0
@@ -118,7 +119,7 @@ class Membership:
         self._start_timeout_s = timeout_s
 
     def _pass_preflight(self, preflight: PreflightRound, timeout_s: float) -> None:
-        """Waits until all ranks are there, and raises ClusterError with all that does not fit.
+        """Waits until all ranks are there. Raises ClusterError with every problem found.
 
         No rank loads before. Restarted ranks, which come later, are only checked by their weights'
         hash.
@@ -144,7 +145,7 @@ class Membership:
     def _check_start(self, event: LinkEvent) -> None:
         """Raises on events that must not happen before all ranks have loaded."""
         if self._is_closing.is_set():
-            raise ClusterError("the start was called off")
+            raise ClusterError("the start was cancelled")
         name = f"{self.prefix}{event.name}"
         if isinstance(event.report, Unwell):
             raise ConfigError(f"{name} cannot serve: {event.report.why}")
@@ -154,7 +155,9 @@ class Membership:
             raise ClusterError(f"{name} is refused: {self._objection(event.report)}.")
 
     def _cause(self, event: LinkEvent) -> str:
-        """Returns why a rank is gone; its process may tell more just after its connection does."""
+        """Returns why a rank is gone. The end of its process, which may come just after that of its
+        connection, tells more.
+        """
         assert isinstance(event.report, Gone), "a rank must be gone"
         end = time.monotonic() + _LAST_WORDS_S
         while (later := self.next_event(end - time.monotonic())) is not None:
@@ -175,7 +178,7 @@ class Membership:
                 return event
 
     def give_up(self, name: str, why: str) -> None:
-        """Ends the process of a rank that is of no more use, and starts it again."""
+        """Ends the process of a rank that can no longer be used, and starts it again."""
         state = self.roster[name]
         step = "" if state.link is None or state.link.step < 0 else f" (in step {state.link.step})"
         _log.warning("%s%s is lost%s: %s", self.prefix, name, step, why)
@@ -221,7 +224,7 @@ class Membership:
             link.close()
 
     def _handle(self, event: LinkEvent) -> bool:
-        """Handles an event; returns False if it comes from a process that no longer counts."""
+        """Handles an event. Returns False if it comes from a process that was given up."""
         if event.name not in self.roster:
             if event.link is not None:
                 event.link.close()
@@ -334,7 +337,7 @@ class Membership:
         seconds = time.monotonic() - state.started_at
         is_coming = state.phase in (RankPhase.STARTING, RankPhase.LOADING)
         if is_coming and state.lost_start < state.num_starts and seconds > self._start_timeout_s:
-            state.started_at = math.inf  # report it once
+            state.started_at = math.inf  # report it only once
             self._tell(str(state.name), f"not ready {seconds:.0f} s after its start")
 
     def _tell(self, name: str, why: str) -> None:
@@ -343,7 +346,7 @@ class Membership:
 
 
 def _is_of(state: RankState, event: LinkEvent, gone: Gone) -> bool:
-    """Returns True if the rank's present process is gone and was not reported before."""
+    """Returns True if the rank's current process is gone and was not reported before."""
     if gone.start is None:
         return event.link is not None and event.link is state.link
     return state.lost_start < gone.start == state.num_starts

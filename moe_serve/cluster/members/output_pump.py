@@ -68,7 +68,7 @@ class OutputPump:
         output = Output(name)
         os.set_blocking(descriptor, False)
         with self._lock:
-            assert not self._is_closed, f"{name} came after the pump was closed"
+            assert not self._is_closed, f"{name} was added after the pump was closed"
             self._selector.register(descriptor, selectors.EVENT_READ, output)
         return output
 
@@ -106,7 +106,9 @@ class OutputPump:
         return bool(data)
 
     def _drain(self, descriptor: int, output: Output) -> None:
-        """Passes on what is in the pipe now. The bound matters: a grandchild may write for ever."""
+        """Passes on the present contents of the pipe. The amount is limited, because a grandchild
+        may write for ever.
+        """
         for _ in range(16):
             try:
                 data = os.read(descriptor, _READ_BYTES)

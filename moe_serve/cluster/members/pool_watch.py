@@ -58,7 +58,7 @@ class AnyChooser(Protocol):
 
 
 class PoolWatch:
-    """Used by the engine thread; any thread may call `stats`.
+    """Watches the pools of ranks. Used by the engine thread; any thread may call `stats`.
 
     With `chooser` None there are always `fixed` micro-batches (or one a sequence, if those are
     fewer).
@@ -120,7 +120,9 @@ class PoolWatch:
             self._close(report.step, opened)
 
     def ended(self, step: int, seconds: float, is_sound: bool) -> None:
-        """Notes that all tokens of a step are here; `is_sound` False: it failed or is repeated."""
+        """Notes that all tokens of a step are here. `is_sound` is False if it failed or is
+        repeated.
+        """
         opened = self._open.get(step)
         if opened is not None and is_sound:
             opened.seconds = seconds
@@ -133,7 +135,7 @@ class PoolWatch:
         self._recent.forget(track_of(name))
 
     def keep_experts(self, names: Collection[str]) -> None:
-        """Keeps the expert memories of these ranks only: no other memory holds anything."""
+        """Keeps the expert memories of these ranks only."""
         for name in self._memories.keys() - set(names):
             self._end_memory(name)
 

@@ -1,4 +1,4 @@
-"""Finds, before anything is loaded, ranks that are absent and ranks that do not fit the others.
+"""Finds absent ranks, and ranks that do not fit the others, before anything is loaded.
 
 A rank reports the marks of its checkpoint files and the ports it can reach (`examine`). The rest is
 pure: it works on the ranks' reports. One problem is one sentence, which names all ranks that share
@@ -106,7 +106,7 @@ def find_problems(
     coordinator: RankReport,
     waited_s: float,
 ) -> list[Problem]:
-    """Returns everything that keeps the ranks from working together; empty: they can begin."""
+    """Returns the problems that keep the ranks from working together; empty if they can begin."""
     return [
         *absent_ranks(expected, reports, waited_s),
         *unexpected_ranks(expected, reports),
@@ -222,8 +222,9 @@ JOIN_S = 120.0
 
 
 class PreflightRound:
-    """`folder` is the checkpoint as the coordinator, on `host`, sees it. `limit_s`: for processes
-    to start and import torch, also from a slow file system."""
+    """The checks of one start. `folder` is the checkpoint as the coordinator on `host` sees it.
+    `limit_s` is the time for processes to start and import torch, even from a slow file system.
+    """
 
     def __init__(
         self, expected: Sequence[ExpectedRank], folder: Path, host: str, limit_s: float = JOIN_S
@@ -256,8 +257,9 @@ class PreflightRound:
 
     @property
     def order(self) -> Examine:
-        """Returns the order, the same for all ranks. That each also tries its own port does no
-        harm."""
+        """Returns the order, which is the same for all ranks. Each rank also tries its own port,
+        which is harmless.
+        """
         targets = [
             ProbeTarget(hello.name, hello.host, hello.probe_port)
             for hello in self._hellos.values()
@@ -266,7 +268,7 @@ class PreflightRound:
         return Examine(folder=str(self._folder), targets=targets, timeout_s=PROBE_TIMEOUT_S)
 
     def problems(self, waited_s: float) -> list[Problem]:
-        """Returns the problems known so far; ranks that did not come or answer are among them."""
+        """Returns the problems known so far, including ranks that did not connect or answer."""
         reports, unread = [], []
         for name, hello in self._hellos.items():
             answer = self._examined.get(name)

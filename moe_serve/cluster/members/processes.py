@@ -28,7 +28,7 @@ from moe_serve.errors import ClusterError
 _log, _ranks_log = logging.getLogger(__name__), logging.getLogger(RANK_LOG)
 
 WORKER_MODULE = "moe_serve.cluster.ranks.rank_worker"
-STACKS_SIGNAL = signal.SIGUSR1  # a worker that receives it writes its threads' stacks
+STACKS_SIGNAL = signal.SIGUSR1  # signal at which a worker writes its threads' stacks
 _STACKS_WAIT_S = 0.5  # until the stacks have arrived
 _KILLED_WAIT_S = 10.0  # after SIGKILL; only a process stuck in the kernel takes longer
 _LAST_WORDS_S = 1.0  # for output of a dead process that is still in the pipe
@@ -81,15 +81,16 @@ def write_to_stderr(line: str) -> None:
 
 
 class LocalProcesses:
-    """Any thread may call it. `close` (or leaving the `with`) kills the processes that still
-    run."""
+    """The worker processes of this machine. Any thread may call it. `close`, or leaving the `with`
+    block, kills the processes that still run.
+    """
 
     def __init__(self, sink: Callable[[str], None] = write_to_stderr) -> None:
         self._pump = OutputPump(sink)
         self._lock = threading.Lock()
         self._running: dict[str, _RunningRank] = {}
-        # Linux sends the parent's death signal when the *thread* that forked ends. This thread
-        # lives as long as we do.
+        # Linux sends the parent's death signal when the *thread* that forked ends, so one
+        # long-lived thread forks.
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-starter")
 
     def __enter__(self) -> LocalProcesses:
@@ -219,7 +220,9 @@ def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Checks for the end without reaping, where the system can: the pid and group stay reserved."""
+    """Checks for the end without reaping, where the system allows it, so that the pid and the group
+    stay reserved.
+    """
     if not hasattr(os, "waitid"):
         return process.poll() is not None
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -229,7 +232,7 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     """Sends a signal without reaping an ended process, as Popen would do."""
     if not _has_ended(process):
-        with contextlib.suppress(ProcessLookupError):  # where the check above has reaped it
+        with contextlib.suppress(ProcessLookupError):  # if the check above has reaped it
             os.kill(process.pid, number)
 
 

@@ -1,5 +1,6 @@
-"""Sends orders to ranks and collects answers. Every wait is bounded, and a silent rank is given
-up."""
+"""Sends orders to ranks and collects their answers. Every wait is bounded, and a silent rank is
+given up.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _LOOK_S = 0.25  # between two checks for `stop`
 
 
 def _ignore(name: str, report: object) -> None:
-    """Ignores an answer; for questions whose answers are needed only together."""
+    """Ignores a single answer, for questions whose answers are only needed together."""
 
 
 class RankCalls:
@@ -47,8 +48,9 @@ class RankCalls:
         return event
 
     def stop(self) -> None:
-        """Ends all waits soon, including the present one, because the server ends. On any
-        thread."""
+        """Ends all waits soon, including the current one, because the server ends. Safe from any
+        thread.
+        """
         self._stop_at = self.clock() + _STOP_S
 
     @property
@@ -86,7 +88,7 @@ class RankCalls:
         for name, order in orders.items():
             self.send(name, order)
         roster, answers = self._membership.roster, dict[str, Any]()
-        # By process: a restarted one does not know the order.
+        # by process, because a restarted one does not know the order
         waiting = {name: roster[name].num_starts for name in orders}
         deadline = self.clock() + timeout_s
         while True:

@@ -42,8 +42,9 @@ def visible_device(
 
 
 def shared_device(environ: Mapping[str, str], place: int, num_devices: int) -> str | None:
-    """Like `visible_device`, for ranks of one host that take its devices in turn and may share
-    them."""
+    """Does the same as `visible_device` for ranks of one host that take its devices in turn and may
+    share them.
+    """
     given = environ.get(DEVICES_VARIABLE)
     names = [str(number) for number in range(num_devices)]
     if given is not None:
@@ -77,11 +78,11 @@ class RankStarter(Protocol):
         ...
 
     def place_of(self, rank: RankName) -> str:
-        """Returns the node of a rank, in words for the user."""
+        """Returns words that tell the user on which node a rank runs."""
         ...
 
     def kill(self, rank: RankName) -> None:
-        """Makes sure that the process does not run any more, even if it is frozen."""
+        """Ends the process for certain, even if it is frozen."""
         ...
 
     def exited(self) -> list[RankExit]:
@@ -89,7 +90,7 @@ class RankStarter(Protocol):
         ...
 
     def stop(self) -> None:
-        """Ends all processes; kills those that do not end in time."""
+        """Ends all processes, and kills those that do not end in time."""
         ...
 
 
@@ -106,8 +107,9 @@ class LocalStarter:
         cell: str = "",
         first_place: int = 0,
     ) -> None:
-        """`cell`: its name, where there are several; `first_place`: the number of ranks that other
-        cells have on this host."""
+        """`cell` is its name if there are several. `first_place` is the number of ranks that other
+        cells have on this host.
+        """
         self._host, self._port, self._secret = host, port, secret
         self._num_threads, self._first_place = num_threads, first_place
         self._prefix = f"{cell}/" if cell else ""  # of the names of processes
@@ -127,7 +129,7 @@ class LocalStarter:
         )
 
     def _devices(self, rank: RankName) -> dict[str, str]:
-        """Gives rank i the GPU i, modulo the GPUs of this host."""
+        """Returns GPU i for rank i, modulo the GPUs of this host."""
         place = self._places.setdefault(str(rank), self._first_place + len(self._places))
         device = shared_device(os.environ, place, num_accelerators())
         return {} if device is None else {DEVICES_VARIABLE: device}

@@ -143,7 +143,7 @@ class Heartbeats(Generic[R]):
         self._last_s.pop(rank, None)
 
     def excuse(self) -> None:
-        """Forgives all silences so far, because this process did not read the messages."""
+        """Forgives all silences so far, because this process itself has not read the messages."""
         now_s = self._clock()
         self._last_s = dict.fromkeys(self._last_s, now_s)
 

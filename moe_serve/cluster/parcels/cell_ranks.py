@@ -1,4 +1,4 @@
-"""The attention ranks of all cells, as the carrier reaches them."""
+"""The attention ranks of all cells, for the carrier, and the comparison of their pages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from moe_serve.cluster.control.messages import Loaded
-from moe_serve.cluster.control.parcel_messages import ParcelOrder
+from moe_serve.cluster.control.parcel_messages import ParcelFacts, ParcelOrder
 from moe_serve.cluster.members.roster import RankState, Roster
 from moe_serve.cluster.parcels.parcel import RankPlace
 
@@ -15,7 +15,9 @@ class CellRanks(Protocol):
     """The part of the cells that the carrier uses."""
 
     def loaded(self, place: RankPlace) -> Loaded | None:
-        """Returns what a process reported when it had loaded; None if it is not there."""
+        """Returns the message with which a process reported that it had loaded; None if the process
+        is gone.
+        """
         ...
 
     def send(self, place: RankPlace, order: ParcelOrder) -> None:
@@ -53,3 +55,29 @@ class RosterRanks:
         roster = self._rosters.get(place.cell)
         state = None if roster is None else roster.states.get(place.rank)
         return state if state is not None and state.num_starts == place.start else None
+
+
+def pages_refusal(source: Loaded, target: Loaded) -> str:
+    """Returns why one rank cannot use the pages of another, with both values; empty if it can use
+    them as if it had computed them.
+    """
+    ours, theirs = _facts(source), _facts(target)
+    for name, a, b in (
+        ("weights", source.weights_hash[:12], target.weights_hash[:12]),
+        ("page size", ours.page_size, theirs.page_size),
+        ("dtype", source.report.dtype, target.report.dtype),
+        ("KV dtype", source.report.kv_dtype, target.report.kv_dtype),
+        ("kernels", source.report.kernels, target.report.kernels),
+        ("build of the kernels", source.report.build, target.report.build),
+        ("device", source.report.device, target.report.device),
+        ("form of quantised weights", source.report.expert_weights, target.report.expert_weights),
+        ("shape of pages", ours.geometry[:12], theirs.geometry[:12]),
+    ):
+        if a != b:
+            return f"they differ in {name}: {a} at the source and {b} at the target"
+    return ""
+
+
+def _facts(loaded: Loaded) -> ParcelFacts:
+    assert loaded.parcels is not None, "the rank takes part in parcels"
+    return loaded.parcels

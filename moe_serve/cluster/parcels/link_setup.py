@@ -1,4 +1,4 @@
-"""The memory that parcels of one host pass through, and what the ranks are told of it."""
+"""The memory through which parcels of one host travel, and the setup that ranks get for it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from moe_serve.config.cells import CellsConfig
 
 
 class LinkSetup:
-    """Made before the ranks start: `setup` is a part of what they are told to load."""
+    """The memory and its setup. It is made before the ranks start, because `setup` is a part of the
+    order that tells them what to load.
+    """
 
     def __init__(self, config: CellsConfig) -> None:
-        """Raises ConfigError where the system has no memory that processes share."""
+        """Raises ConfigError if the system has no memory that processes share."""
         has_memory = config.link in ("auto", "shared")
         memory = ParcelMemory(config.memory_bytes) if has_memory else None
         self._memory = memory
@@ -23,6 +25,6 @@ class LinkSetup:
         )
 
     def close(self) -> None:
-        """Gives the memory up, once no rank will be started any more."""
+        """Releases the memory, once no further rank will be started."""
         if self._memory is not None:
             self._memory.close()

@@ -94,8 +94,10 @@ class PageCarrier(Protocol):
         ...
 
     def end_lease(self, lease: Lease) -> None:
-        """Drops the parcels of a lease that are on their way. The target does not write their pages
-        once this has returned and the next order was sent to it. No end is reported for them."""
+        """Drops the parcels of a lease that are on their way. Once this has returned and another
+        order was sent to the target, the target no longer writes their pages. Their end is not
+        reported.
+        """
         ...
 
     def take_ended(self) -> Sequence[ParcelEnd]:

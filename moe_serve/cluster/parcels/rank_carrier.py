@@ -1,6 +1,6 @@
 """Implements PageCarrier for attention ranks that are processes.
 
-The carrier decides about slots: a parcel gets them before it is sent, and they are free again when
+The carrier assigns slots: a parcel gets them before it is sent, and they are free again when
 neither of its ranks can still write to them or read from them. A rank that was given an order is
 using its slots until it has answered, or is gone.
 """
@@ -25,10 +25,8 @@ from moe_serve.cluster.control.parcel_messages import (
     SendPages,
     TakePages,
 )
-from moe_serve.cluster.parcels.cell_ranks import CellRanks
+from moe_serve.cluster.parcels.cell_ranks import CellRanks, pages_refusal
 from moe_serve.cluster.parcels.parcel import Lease, Parcel, ParcelEnd, RankPlace
-from moe_serve.cluster.parcels.refusal import pages_refusal
-from moe_serve.cluster.parcels.slot_pool import SlotPool
 from moe_serve.config.cells import CellsConfig
 from moe_serve.errors import ConfigError
 
@@ -71,8 +69,9 @@ class RankCarrier:
         timeout_s: float,
         clock: Clock = REAL_CLOCK,
     ) -> None:
-        """`page_bytes`: of any attention rank that has loaded. `timeout_s`: after that a parcel
-        that has not arrived ends. Raises ConfigError if the memory holds no page."""
+        """`page_bytes` is that of any attention rank that has loaded. A parcel that has not arrived
+        after `timeout_s` ends. Raises ConfigError if the memory cannot hold a page.
+        """
         self._config, self._ranks, self.page_bytes = config, ranks, page_bytes
         self._timeout_s, self._clock = timeout_s, clock
         self._num_slots = config.memory_bytes // page_bytes
@@ -94,7 +93,7 @@ class RankCarrier:
 
     @property
     def has_news(self) -> bool:
-        """Returns True if `take_ended` has something to return, also because a parcel is late."""
+        """Returns True if `take_ended` has something to return, including late parcels."""
         return bool(self._ended) or next(self._late(), None) is not None
 
     def can_carry(self, source: RankPlace, target: RankPlace) -> str:
@@ -124,7 +123,9 @@ class RankCarrier:
     def send(self, parcel: Parcel) -> None:
         """See `PageCarrier`. If a process is gone, the parcel ends at once."""
         count, ticket = len(parcel.source_pages), next(self._tickets)
-        assert count == len(parcel.target_pages) > 0, f"{parcel} has no pages, or not pairs"
+        assert count == len(parcel.target_pages) > 0, (
+            f"{parcel} has no pages, or its source and target pages differ in number"
+        )
         source, target = parcel.source, parcel.target
         facts = self._facts(target)
         if facts is None or self._facts(source) is None:
@@ -152,7 +153,7 @@ class RankCarrier:
         self._ranks.send(source, order)
 
     def heard(self, place: RankPlace, report: ParcelReport) -> None:
-        """Handles a rank's report. Reports of processes that are gone are of no interest."""
+        """Handles a rank's report. Reports of processes that are gone are ignored."""
         journey = self._journeys.get(report.ticket)
         if journey is None:
             return
@@ -238,14 +239,16 @@ class RankCarrier:
         self._forget(journey)
 
     def _end(self, journey: _Journey, why: str) -> None:
-        """Reports a parcel, if that was not done."""
+        """Reports the end of a parcel, unless it was already reported."""
         if not journey.has_ended:
             journey.has_ended = True
             seconds = self._clock() - journey.began
             self._ended.append(ParcelEnd(journey.parcel, why, seconds))
 
     def _forget(self, journey: _Journey) -> None:
-        """Makes the target stop waiting for a parcel that was not to be taken yet. It answers."""
+        """Makes the target stop waiting for a parcel that it was not yet told to take. The target
+        answers.
+        """
         if journey.target_has and not journey.is_taking:
             journey.is_taking = True
             self._ranks.send(journey.parcel.target, ForgetPages(ticket=journey.ticket))
@@ -302,3 +305,25 @@ class RankCarrier:
 
 def _name(place: RankPlace) -> str:
     return f"{place.rank} of cell {place.cell}"
+
+
+class SlotPool:
+    """Gives slots to parcels. The lowest free slots are used first, so that memory that is never
+    needed is never touched.
+    """
+
+    def __init__(self, num_slots: int, first: int = 0) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(first + num_slots - 1, first - 1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> tuple[int, ...]:
+        assert count <= self.num_free, f"{count} slots of {self.num_free} that are free"
+        return tuple(self._free.pop() for _ in range(count))
+
+    def give_back(self, slots: tuple[int, ...]) -> None:
+        self._free += reversed(slots)
+        assert len(self._free) <= self.num_slots, "a slot was given back twice"

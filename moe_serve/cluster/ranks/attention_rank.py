@@ -274,7 +274,7 @@ class AttentionRank:
             self._shards.step(order)
         self._mirrors.update(order)
         self._pages.do(order.page_work)
-        why, peer = f"nothing came of step {order.after}", None
+        why, peer = f"step {order.after} produced no tokens", None
         group, transport = self._group, self._transport
         if group is None or transport is None or group.epoch != order.epoch:
             peer = str(self._name)

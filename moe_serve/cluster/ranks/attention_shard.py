@@ -80,13 +80,13 @@ class ShardQuery(_Order, frozen=True):
 
 
 class ShardParcel(_Order, frozen=True):
-    """Makes the shard do its part of a parcel, and tell whether it could."""
+    """Makes the shard do its part of a parcel, and report whether it succeeded."""
 
     order: SendPages | TakePages
 
 
 class ShardAdapter(_Order, frozen=True):
-    """Tells the shard to load an adapter beside its steps, or to drop one."""
+    """Tells the shard to load an adapter beside its steps, or to drop it."""
 
     order: LoadAdapter | DropAdapter
 
@@ -172,7 +172,7 @@ class AttentionShard:
         try:
             pipeline.run(plan)
         except (StepAbandonedError, MissingAdapterError):
-            return  # the leader says why; it lacks the same adapters
+            return  # the leader reports the reason, because it lacks the same adapters
 
     def _next(self) -> ShardOrder:
         return unpack_order(self._group.next_order())

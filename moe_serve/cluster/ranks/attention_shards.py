@@ -35,7 +35,7 @@ from moe_serve.model.load.loader import ModelLoader
 from moe_serve.model.stage.tensor_shard import TensorShard, check_shards
 from moe_serve.pipeline.links.shard_group import ShardGroup, ShardLostError
 
-_FOLLOWERS_PATIENCE = 4  # the leader may wait for several ranks, each for its time-out
+_FOLLOWERS_PATIENCE = 4  # the leader may wait for several ranks, for the time-out of each
 _END_S = 5.0
 
 
@@ -80,7 +80,7 @@ class ProcessShardStarter:
         try:
             process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,  # end of file tells the shard that we are gone
+                stdin=subprocess.PIPE,  # end of file tells the shard that its parent is gone
                 env=environment,
                 pass_fds=tuple(descriptors.values()),
             )
@@ -161,7 +161,7 @@ class AttentionShards:
         self._order(ShardQuery(query=query))
 
     def parcel(self, order: SendPages | TakePages) -> None:
-        """Makes them do their part of a parcel; `all_set` collects who could."""
+        """Makes them do their part of a parcel. `all_set` collects which ones succeeded."""
         self._order(ShardParcel(order=order))
 
     def clear(self, pages: Sequence[int]) -> None:

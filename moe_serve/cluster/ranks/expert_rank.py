@@ -1,4 +1,6 @@
-"""An expert rank: serves steps with the experts that it holds, and takes more when told to."""
+"""An expert rank: serves steps with the experts that it holds, and takes further experts on
+order.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,7 @@ class ExpertRank:
 
     @property
     def _adapter_part(self) -> AdapterPart:
-        """The experts that rows may need of adapters here: if experts move, any."""
+        """The experts whose adapter weights rows may need here: all experts if experts move."""
         if self._configure.config.cluster.rebalance != "off":
             return AdapterPart(has_attention=False)
         held = {layer: self._stage.held(layer) for layer in self._stage.sparse_layers}

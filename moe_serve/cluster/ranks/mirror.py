@@ -82,7 +82,8 @@ def adapter_key(number: int) -> bytes:
 def tokens_of(outcome: StepOutcome) -> dict[int, list[int]]:
     """Returns the tokens to append after a step: a run for each sequence.
 
-    A sequence without a valid token ends, but may be in the next step already; any token does.
+    A sequence without a valid token ends, but may already be in the next step, where any token will
+    do.
     """
     tokens = {
         key: [sampled.token_id if sampled.is_valid else 0 for sampled in run]
@@ -135,7 +136,9 @@ class RankPages:
     one."""
 
     def __init__(self, cache: KVCache, arena: str, wire: WirePages) -> None:
-        """`arena`: its path; empty: none. `wire`: the form of pages in it. Raises ConfigError."""
+        """`arena` is the path of the memory tier, empty without one, and `wire` the form of pages
+        in it. Raises ConfigError.
+        """
         self.cache = cache
         self._view: ArenaView | None = None
         if arena:

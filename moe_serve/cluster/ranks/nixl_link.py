@@ -1,8 +1,8 @@
 """Writes parcels into the slots of other ranks through NIXL, which chooses RDMA or TCP.
 
-NIXL is optional: `pip install --no-deps nixl nixl-cu12`. Its ports prove no secret, so it is for a
-network that only the cluster reaches. It writes to slots, never to pages, and what is in a slot
-counts only with the checksum that comes over the control connection.
+NIXL is optional: `pip install --no-deps nixl nixl-cu12`. Its ports check no secret, so use it only
+in a network that only the cluster can reach. It writes to slots, never to pages, and the contents
+of a slot are only used if their checksum equals the one that comes over the control connection.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class NixlLink:
         return int(self._slots.ctypes.data)
 
     def send(self, order: SendPages) -> None:
-        """Sends the slots of an order; PagesSent is told when they are in the target's."""
+        """Sends the slots of an order. PagesSent is reported when they are in the target's
+        slots.
+        """
         self._waiting.put((order, time.monotonic() + self._timeout_s))
 
     def close(self) -> None:
@@ -66,7 +68,7 @@ class NixlLink:
                 self._tell(PagesSent(ticket=order.ticket, checksum=crc, why=why))
 
     def _written(self, order: SendPages, deadline: float) -> str:
-        """Writes a parcel; returns why it is not there, or ""."""
+        """Writes a parcel. Returns why it has not arrived, or ""."""
         try:
             state = self._state_after(order, deadline)
         except Exception as error:  # NIXL's errors have no common class of their own

@@ -48,7 +48,9 @@ class _Expected:
 
 
 class ParcelPort:
-    """Each connection has a thread. `expect` and `forget` are called by the rank's main thread."""
+    """The port of one rank. Each connection has a thread. The rank's main thread calls `expect` and
+    `forget`.
+    """
 
     def __init__(
         self,
@@ -59,7 +61,7 @@ class ParcelPort:
         timeout_s: float,
         tell: Callable[[ParcelReport], None],
     ) -> None:
-        """`slots`: the rank's own. `tell` is called on any thread. Raises ConfigError."""
+        """`slots` are the rank's own. `tell` may be called on any thread. Raises ConfigError."""
         self._identity, self._slots, self._timeout_s = identity, slots, timeout_s
         self._tell = tell
         self._changed = threading.Condition()  # guards the fields below
@@ -80,7 +82,9 @@ class ParcelPort:
             self._changed.notify_all()
 
     def forget(self, order: ForgetPages) -> PagesTaken | None:
-        """Returns the answer; None if a thread still writes to the slots, which then answers."""
+        """Stops expecting a parcel. Returns the answer, or None if a thread still writes to the
+        slots; then that thread answers.
+        """
         with self._changed:
             expected = self._expected.get(order.ticket)
             if expected is not None and expected.is_coming:
@@ -113,7 +117,7 @@ class ParcelPort:
         except ParcelError as error:
             _log.warning("a parcel was refused: %s", error)
         except (OSError, ChannelClosedError):
-            pass  # one of its ends is gone; what was expected has been told
+            pass  # one end is gone; the loss of expected parcels has been reported
         finally:
             with self._changed:
                 self._connections.discard(connection)
@@ -155,7 +159,7 @@ class ParcelPort:
         return True
 
     def _claim(self, ticket: int, deadline: float) -> _Expected | None:
-        """Waits until a parcel is expected; None if it is not, or no more."""
+        """Waits until a parcel is expected. Returns None if it is not expected, or no longer."""
         with self._changed:
             while not self._is_closed:
                 expected = self._expected.get(ticket)
@@ -171,7 +175,7 @@ class ParcelPort:
         return None
 
     def _arrived(self, header: ParcelHeader, why: str) -> None:
-        """Tells that the slots are not written to any more. Raises ChannelClosedError."""
+        """Reports that the slots are no longer written to. Raises ChannelClosedError."""
         with self._changed:
             expected = self._expected.pop(header.ticket)
         if expected.is_forgotten:

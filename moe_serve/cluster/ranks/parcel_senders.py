@@ -41,7 +41,7 @@ class _Link:
         self._is_ended = False
 
     def send(self, header: ParcelHeader, pages: Sequence[Page], deadline: float) -> str:
-        """Sends a parcel; returns why it is not there, or ""."""
+        """Sends a parcel. Returns why it has not arrived, or ""."""
         remaining_s, answer = deadline - time.monotonic(), bytearray(len(TAKEN))
         try:
             if remaining_s <= 0:
@@ -101,7 +101,7 @@ class ParcelSenders:
         self._is_closed = False
 
     def send(self, order: SendPages) -> None:
-        """Sends the slots of an order; PagesSent is told when they have been read."""
+        """Sends the slots of an order. PagesSent is reported when they have been read."""
         address = (order.host, order.port)
         with self._lock:
             link = self._links.get(address)
@@ -114,7 +114,7 @@ class ParcelSenders:
             link.waiting.put((order, time.monotonic() + self._timeout_s))
 
     def close(self) -> None:
-        """Ends all connections, also in the middle of a parcel."""
+        """Ends all connections, even in the middle of a parcel."""
         with self._lock:
             self._is_closed = True
             links = list(self._links.values())

@@ -29,10 +29,10 @@ Tell = Callable[[AdapterLoaded], None]  # sends a report, on any thread
 
 
 class RankAdapters:
-    """Implements LoadedAdapters. Reads on one thread beside the steps, in the order of the orders,
-    and drops on the same thread.
+    """Implements LoadedAdapters. One thread reads and drops adapters beside the steps, in the
+    sequence of the orders.
 
-    `experts`: where an expert rank puts the experts that it holds.
+    `experts` says where an expert rank puts the experts that it holds.
     """
 
     def __init__(
@@ -45,8 +45,9 @@ class RankAdapters:
         tell: Tell,
         experts: VirtualExperts | None = None,
     ) -> None:
-        """`orders`: the adapters that the coordinator has already; they are loaded here. `live`:
-        what this rank has of the base model."""
+        """`orders` are the adapters that the coordinator already has; they are loaded here. `live`
+        is this rank's part of the base model.
+        """
         self._loader, self._tell, self._experts = loader, tell, experts
         self._config, self._live = config, live
         self._builder = AdapterBuilder(loader, config, part, live)
@@ -55,13 +56,14 @@ class RankAdapters:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         for order in orders:
             self._load(order)
+        self._builder.rests.begin()
 
     def close(self) -> None:
         """Ends the reads. One that hangs does not hold up the rank's end."""
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     def weights(self, digest: bytes) -> AdapterWeights:
-        """See LoadedAdapters. `digest`: an adapter's key in this rank's plans.
+        """See LoadedAdapters. `digest` is the adapter's key in this rank's plans.
 
         Shards other than the first may have to wait until they have read it.
         """
@@ -70,7 +72,7 @@ class RankAdapters:
         found = self._loaded.get(digest)
         if found is None:
             raise MissingAdapterError(
-                "the adapter is no longer loaded on this rank, as its files have changed"
+                "the adapter is no longer loaded on this rank, because its files have changed"
             )
         return found
 
@@ -82,13 +84,14 @@ class RankAdapters:
             done.result()
 
     def hold(self, part: AdapterPart) -> None:
-        """Reads all adapters again, for another part of them. Waits for that."""
+        """Reads all adapters again, for other experts, and waits for the end."""
         self._reader.submit(self._hold, part).result()
 
     def _hold(self, part: AdapterPart) -> None:
         self._builder = AdapterBuilder(self._loader, self._config, part, self._live)
         for order in list(self._orders.values()):
             self._load(order)
+        self._builder.rests.begin()
 
     def _load(self, order: LoadAdapter) -> None:
         """Reads an adapter and reports on it. Any error ends this load only."""

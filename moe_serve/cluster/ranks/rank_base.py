@@ -50,9 +50,10 @@ def loaded_message(
     num_shards: int = 1,
     pages: WirePages | None = None,
 ) -> Loaded:
-    """Returns the message that the rank is ready, with its checkpoint's hash. `part`: the first
-    shard's, on attention ranks; `pages`: the form of a page of all shards. Expert ranks have no
-    pages."""
+    """Returns the message that the rank is ready, with its checkpoint's hash. On attention ranks,
+    `part` is that of the first shard, and `pages` the form of a page of all shards. Expert ranks
+    have no pages.
+    """
     report = model.report(part)
     if pages is not None:
         report = replace(report, page_bytes=pages.num_bytes, page_geometry=pages.geometry.hex())
@@ -93,7 +94,7 @@ class RankPlacement:
         self._split = self._use = self._staged_split = None
 
     def stage(self, order: StagePlacement) -> None:
-        """Stages a placement. Its tables are made here, so that a switch takes no time."""
+        """Stages a placement. Its tables are made here, so that the switch takes no time."""
         self._staged = order
         if self._split is not None:
             self._staged_split = self._split.with_layers(order.ranks_of)
@@ -117,7 +118,9 @@ class RankPlacement:
         return staged.held
 
     def check(self, order: RunStep | ServeStep | Join) -> None:
-        """Asserts that a step or an epoch has this placement: another would mix two."""
+        """Asserts that a step or an epoch has this placement, so that no step mixes two
+        placements.
+        """
         assert order.placement == self.version, (
             f"{type(order).__name__} of placement {order.placement}, this rank has {self.version}"
         )

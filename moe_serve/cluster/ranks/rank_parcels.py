@@ -69,7 +69,7 @@ class ParcelMemories:
 
 
 class RankParcels:
-    """Leads the shards of a rank: each order is done by all of them before it is answered."""
+    """Leads the shards of a rank: all of them carry out an order before it is answered."""
 
     def __init__(
         self,
@@ -81,8 +81,9 @@ class RankParcels:
         computed_by: bytes,
         timeout_s: float,
     ) -> None:
-        """`wire`: this process's part of pages. `computed_by` digests the weights and how they are
-        computed. Raises ConfigError."""
+        """`wire` is this process's part of pages. `computed_by` is a digest of the weights and of
+        how they are computed. Raises ConfigError.
+        """
         self._memories, self._shards = memories, shards
         self._parcels = ShardParcels(wire, memories.common, memories.own)
         self.facts = ParcelFacts(
@@ -117,7 +118,7 @@ class RankParcels:
         return None
 
     def close(self) -> None:
-        """Ends the links to other ranks, also in the middle of a parcel."""
+        """Ends the links to other ranks, even in the middle of a parcel."""
         if self._senders is not None:
             self._senders.close()
         if self._port is not None:

@@ -1,4 +1,5 @@
-"""The process of one rank: connects to its coordinator, loads as told, and obeys until it ends.
+"""The process of one rank: connects to its coordinator, loads its part, and follows orders until it
+ends.
 
     python -m moe_serve.cluster.ranks.rank_worker --coordinator HOST:PORT --role expert --rank 0 \\
       --host ADDRESS

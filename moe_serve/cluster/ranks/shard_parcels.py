@@ -1,4 +1,4 @@
-"""Parcels on one shard of an attention rank: its pages go to slots, and slots to its pages."""
+"""Parcels on one shard of an attention rank: copies its pages to slots, and slots to its pages."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class ShardParcels:
     """Copies between the pages of a shard and slots in memory that ranks or shards share."""
 
     def __init__(self, wire: WirePages, common: MemoryPath | None, own: MemoryPath | None) -> None:
-        """`common`: memory of all ranks of the host; `own`: of this rank's shards. Raises
-        ConfigError if one cannot be opened."""
+        """`common` is the memory of all ranks of the host, and `own` that of this rank's shards.
+        Raises ConfigError if one cannot be opened.
+        """
         self._wire = wire
         self._staged: Slots = np.empty((0, wire.num_bytes), dtype=np.uint8)
         self.common, self.own = (_opened(each, wire.num_bytes) for each in (common, own))
@@ -31,7 +32,7 @@ class ShardParcels:
         self._wire.save(order.pages, order.slots, self.slots(is_common=order.is_common))
 
     def load(self, order: TakePages) -> str:
-        """Copies the slots into this shard's pages; returns why they may not be used, or "".
+        """Copies the slots into this shard's pages. Returns why they may not be used, or "".
 
         The copy that is checked is the one that is used: a process that was given up may still
         write to the slots.
@@ -54,7 +55,7 @@ class ShardParcels:
         return data, crc
 
     def clear(self, pages: Sequence[int]) -> None:
-        """Zeroes pages, so that nothing of a parcel that failed remains in them."""
+        """Zeroes pages, so that they contain no data of a failed parcel."""
         self._wire.clear(pages)
 
     def slots(self, *, is_common: bool) -> Slots:

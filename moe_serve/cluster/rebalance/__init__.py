@@ -1,1 +1,1 @@
-"""Moves experts between ranks while these serve: measures, plans, copies and switches."""
+"""Moves experts between ranks while they serve: measures, plans, copies and switches."""

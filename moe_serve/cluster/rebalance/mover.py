@@ -1,5 +1,5 @@
-"""Moves from one placement to another while steps go on: copies beside them, switches in
-between.
+"""Moves from one placement to another while steps continue: copies run beside the steps, and
+switches between them.
 
 idle -> copying -> switch -> copying (the next round) -> switch -> idle
            '-- a rank is lost, joins, cannot read or takes too long: dropped -> idle
@@ -78,7 +78,7 @@ SendOrder = Callable[[str, Order], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveEnd:
-    """The result of a move; `why`: the reason it was cancelled in its present round."""
+    """The result of a move. `why` is the reason why its current round was cancelled."""
 
     why: str | None
     num_rounds: int  # rounds that ended with a switch
@@ -140,8 +140,9 @@ class Mover:
         self.num_copies = 0  # copies switched to
 
     def propose(self, target: Placement) -> None:
-        """Requests a move to this placement. On any thread, which computes the rounds. Raises
-        PlacementError if ranks lack the room for it."""
+        """Requests a move to this placement. Safe from any thread, which then computes the rounds.
+        Raises PlacementError if ranks lack the room for it.
+        """
         version = self._current.version
         found = rounds(version.placement, target, self._limits.room)
         self._proposals.put(_Proposal(version.number, found))
@@ -152,7 +153,9 @@ class Mover:
 
     @property
     def has_news(self) -> bool:
-        """Returns True if `advance` has something to do without another report. On any thread."""
+        """Returns True if `advance` has something to do without another report. Safe from any
+        thread.
+        """
         move = self._move
         if move is None:
             return not self._proposals.empty()
@@ -188,8 +191,9 @@ class Mover:
         return self._clock() > move.deadline
 
     def call_off(self, why: str) -> None:
-        """Cancels the round under way: all ranks serve by the placement in force. Earlier rounds
-        stay."""
+        """Cancels the current round: all ranks serve by the placement in force. Earlier rounds
+        stay.
+        """
         move = self._move
         if move is None:
             return
@@ -209,7 +213,7 @@ class Mover:
             self._stage(move)
 
     def _stage(self, move: _OngoingMove) -> None:
-        """Tells all ranks of the next round."""
+        """Tells all ranks about the next round."""
         if not move.left:
             self._end(move, None)
             return
@@ -233,7 +237,7 @@ class Mover:
         return _LEAST_S + _SLACK * num_copies * limits.expert_bytes / limits.bytes_per_s
 
     def _switch(self, move: _OngoingMove) -> None:
-        """Switches: from here on this is the placement, whichever rank is lost."""
+        """Switches to the staged placement. From here on it is in force, even if a rank is lost."""
         ended = move.left.popleft()
         self._current.switch(move.number, ended.placement)
         for name in self._roster.states:

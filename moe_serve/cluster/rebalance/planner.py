@@ -1,5 +1,5 @@
-"""Plans placements in a process of their own: no search holds the lock of the interpreter that
-steps.
+"""Plans placements in a separate process, so that no search holds the interpreter lock of the
+process that steps.
 
 python -m moe_serve.cluster.rebalance.planner
 

@@ -1,4 +1,5 @@
-"""Counts which experts the routers chose lately, and decides if another plan is worth a move.
+"""Counts the experts that the routers chose lately, and decides whether another plan is worth a
+move.
 
 The counts come from a sample of the steps. N tokens of a sequence, L layers with routed experts, K
 choices, E experts.
@@ -140,7 +141,7 @@ _MANY_ROWS = 16.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A plan and its forecast; `target` None: it was refused."""
+    """A plan and its forecast. `target` is None if the plan was refused."""
 
     target: Placement | None
     refusal: Refusal | None
@@ -194,16 +195,16 @@ class Proposer:
         return self._weighed(current, target, before, forecast(problem, target), job)
 
     def is_enough(self, window: WindowCounts, placement: Placement) -> bool:
-        """Returns True if the window has counts enough to plan, or to judge a placement."""
+        """Returns True if the window has enough counts to plan or to judge a placement."""
         return window.num_tokens >= self._least_tokens(placement)
 
     def _least_tokens(self, placement: Placement) -> int:
         return -(-CHOICES_PER_EXPERT * placement.num_experts // self._limits.top_k)
 
     def given(self, window: WindowCounts, current: Placement, target: Placement) -> Proposal:
-        """Returns a proposal of a placement that an operator gives, whatever its gain.
+        """Returns a proposal of a placement that an operator gives, regardless of its gain.
 
-        Raises PlacementError unless it is one for this model and these ranks, within their slots.
+        Raises PlacementError unless the placement fits this model, these ranks and their slots.
         """
         limits = self._limits
         target.check_fits(limits.layers, current.num_experts, current.num_ranks)
@@ -215,7 +216,7 @@ class Proposer:
         return Proposal(target=target, refusal=None, text=text, before=before, predicted=predicted)
 
     def judge(self, window: WindowCounts, placement: Placement) -> Forecast | None:
-        """Forecasts a placement by the window's counts; None: there are too few."""
+        """Forecasts a placement by the window's counts; None if there are too few."""
         if not self.is_enough(window, placement):
             return None
         return forecast(problem_of(self._job({"now": window}, placement)), placement)
@@ -238,7 +239,7 @@ class Proposer:
         if not changed_layers(current, target):
             refusal, text = "nothing", f"no better plan was found than the one in force: {text}"
         elif gain < asked:
-            refusal, text = "gain", f"{text}; {100 * asked:g}% are asked for"
+            refusal, text = "gain", f"{text}; at least {100 * asked:g}% are required"
         return Proposal(
             target=target if refusal is None else None,
             refusal=refusal,
@@ -262,7 +263,9 @@ class Proposer:
         )
 
     def _batch_size(self, window: WindowCounts, num_experts: int) -> int | None:
-        """Returns the rows of a step if activated experts are balanced; None: rows are."""
+        """Returns the rows of a step if activated experts are balanced; None if rows are
+        balanced.
+        """
         limits = self._limits
         rows = max(1, round(window.rows_per_step * limits.num_attention_ranks))
         is_many = rows * limits.top_k >= _MANY_ROWS * num_experts

@@ -1,5 +1,6 @@
-"""Decides when to plan, and records the result. Plans on its own thread; the engine's thread
-moves."""
+"""Decides when to plan, and records the result. It plans on its own thread; the engine's thread
+moves experts.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +137,7 @@ class Rebalancer:
             version = self._current.version
             proposal = self._proposer.given(self._window.look(), version.placement, target)
             if version.placement == target:
-                self._ended("nothing", "no move: the given plan is the placement in force")
+                self._ended("nothing", "nothing to move: the given plan is the placement in force")
                 return self.status()
             self._begin(proposal, target)
         except PlacementError as error:
@@ -150,7 +151,9 @@ class Rebalancer:
         return self.status()
 
     def _check_ranks(self) -> None:
-        if self._current.version.placement.num_ranks < 2:  # a cell beside larger ones
+        if (
+            self._current.version.placement.num_ranks < 2
+        ):  # a cell with one expert rank beside larger cells
             raise RebalanceError("Nothing is moved: a single expert rank has all experts.")
 
     def brief(self) -> PlacementBrief:
@@ -227,7 +230,7 @@ class Rebalancer:
                 return
         except PlacementError as error:
             proposal = Proposal(target=None, refusal="planner", text=str(error))
-        except Exception as error:  # top of the thread: serving and planning go on
+        except Exception as error:  # top of the thread: serving and planning continue
             _log.exception("no plan could be made")
             proposal = Proposal(target=None, refusal="planner", text=str(error))
         assert proposal.refusal is not None, f"no plan and no reason: {proposal}"
@@ -285,7 +288,7 @@ def make_rebalancer(
     routes: RouteListeners,
     plan: Plan,
 ) -> Rebalancer:
-    """Makes the rebalancer. Unless rebalancing is off, it listens to `routes` from here on."""
+    """Makes the rebalancer. Unless rebalancing is off, it listens to `routes` from now on."""
     cluster, layers = model.config.cluster, sparse_layers(model.spec)
     window = LoadWindow(len(layers), model.spec.router.num_experts)
     if cluster.rebalance != "off":

@@ -1,4 +1,6 @@
-"""Splits a plan into rounds: as many layers, or copies of one, as fit into the free slots."""
+"""Splits a plan into rounds of as many layers, or copies of one layer, as fit into the free
+slots.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """One copy of an expert goes from a rank to another; None: it comes anew, or just goes."""
+    """One copy of an expert goes from one rank to another. None stands for no rank: the copy is
+    new, or is only dropped.
+    """
 
     expert: int
     source: int | None
@@ -67,7 +71,7 @@ def rounds(before: Placement, after: Placement, room: int) -> list[Round]:
 
 
 def _steps(layer: int, before: Placement, after: Placement, room: int) -> list[RanksOf]:
-    """Returns what a layer is after each of its steps; a single one if all its copies fit."""
+    """Returns the states of a layer after each of its steps; a single one if all its copies fit."""
     old, new = before.ranks_of[layer], after.ranks_of[layer]
     most = max(map(len, gained_between(old, new, before.num_ranks)))
     if most <= room:
@@ -99,7 +103,9 @@ def _steps(layer: int, before: Placement, after: Placement, room: int) -> list[R
 
 
 def _moves(old: RanksOf, new: RanksOf) -> list[_Move]:
-    """Returns the copies that change their rank. Those that just go come first: they make room."""
+    """Returns the copies that change their rank. Copies that are only dropped come first, because
+    they make room.
+    """
     found = list[_Move]()
     for expert, (before, after) in enumerate(zip(old, new, strict=True)):
         sources = [rank for rank in before if rank not in after]
@@ -151,8 +157,9 @@ def _counts(ranks_of: RanksOf, num_ranks: int) -> list[int]:
 
 
 def changed_layers(before: Placement, after: Placement) -> list[int]:
-    """Returns the layers in which a copy comes or goes. The order of an expert's ranks is no
-    change."""
+    """Returns the layers in which a copy is added or dropped. A different order of an expert's
+    ranks is no change.
+    """
     return [
         layer
         for layer, experts in sorted(before.ranks_of.items())
@@ -161,7 +168,7 @@ def changed_layers(before: Placement, after: Placement) -> list[int]:
 
 
 def gained_between(before: RanksOf, after: RanksOf, num_ranks: int) -> list[list[int]]:
-    """Return, by rank, the experts of a layer that it holds afterwards and not before."""
+    """Returns, by rank, the experts of a layer that it holds afterwards and not before."""
     of_rank: list[list[int]] = [[] for _ in range(num_ranks)]
     for expert, (old, new) in enumerate(zip(before, after, strict=True)):
         for rank in new:

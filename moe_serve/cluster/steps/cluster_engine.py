@@ -40,8 +40,8 @@ class ClusterEngine:
     """Has `Engine`'s interface. A rank's engine holds its requests, pages and prefixes. When the
     rank is lost, its requests move to other ranks with the tokens they have.
 
-    `begin`, `wait` and `end` split a step. `wait` may run on another thread, which then has the
-    ranks: until it returns, call only what reads.
+    `begin`, `wait` and `end` split a step. `wait` may run on another thread, which then owns the
+    ranks: until it returns, call only methods that read.
     """
 
     def __init__(
@@ -57,9 +57,10 @@ class ClusterEngine:
         ids: itertools.count[int] | None = None,
         step_numbers: Iterator[int] | None = None,
     ) -> None:
-        """`service`: what the engines share to keep the targets of service tiers.
-        `wait_for_pages`: waits a moment if requests wait for a disk; called while no rank has a
-        step. `ids`, `step_numbers`: those of sequences and of steps, shared by several cells."""
+        """`service` is the state that the engines share to keep the targets of service tiers.
+        `wait_for_pages` waits a moment if requests wait for a disk, and is called while no rank has
+        a step. `ids` and `step_numbers` count sequences and steps, and several cells share them.
+        """
         self._wait_for_pages = wait_for_pages
         self._coordinator, self._make, self._close = coordinator, make_engine, close
         self._watch, self._is_ahead = watch, is_ahead
@@ -130,7 +131,7 @@ class ClusterEngine:
 
     @property
     def service(self) -> ServiceState | None:
-        """The part that its engines share to keep the targets of service tiers."""
+        """The state that the engines share to keep the targets of service tiers."""
         return None if self._service is None else self._service.state
 
     def abort(self, request_id: str) -> None:
@@ -157,7 +158,9 @@ class ClusterEngine:
 
     @property
     def outage_s(self) -> float:
-        """For how many seconds no step could be computed; 0 while one can. On any thread."""
+        """The seconds for which no step could be computed; 0 while one can. Safe from any
+        thread.
+        """
         return self._coordinator.outage_s
 
     def step(self) -> list[TokenDelta]:
@@ -181,7 +184,7 @@ class ClusterEngine:
             self._coordinator.settle(is_patient=False)
 
     def end(self) -> list[TokenDelta]:
-        """Publishes the step that `wait` waited for, and what needed none."""
+        """Publishes the step that `wait` waited for, and results that needed no step."""
         if self._is_settled:
             self._end_step()
         deltas, self._pending = self._pending, []
@@ -199,7 +202,7 @@ class ClusterEngine:
             is_in = begun is not None and begun.engines.get(name) is engine
             outcome = outcomes.get(name) if is_in else None
             if isinstance(outcome, Exception) and self._begun is not None:
-                self._begun.flight.void(name)  # as its step before failed
+                self._begun.flight.void(name)  # because its previous step failed
                 self._executors[name].resend_tables()
             if isinstance(outcome, RankLostError):
                 self._evacuate(name)
@@ -282,7 +285,9 @@ class ClusterEngine:
     def _works(
         self, plans: Mapping[str, StepPlan], make_plan: Callable[[Engine, int], StepPlan]
     ) -> dict[str, RankWork]:
-        """Plans a step again, in as many micro-batches as the watch chooses for all engines."""
+        """Plans a step again, with the number of micro-batches that the watch chooses for all
+        engines.
+        """
         count = self._watch.choose(plans, len(self._coordinator.epoch.experts))
         engines = {name: self._engines[name] for name in plans}
         return {
@@ -302,7 +307,7 @@ class ClusterEngine:
         step can be computed."""
         self._is_settled = is_settled
         for name, executor in list(self._executors.items()):
-            if not executor.is_there:  # also if it is back already, as its pages are new
+            if not executor.is_there:  # even if it is back already, because its pages are new
                 self._evacuate(name)
         if not is_settled:
             return False

@@ -55,16 +55,17 @@ class Coordinator:
         outage_limit_s: float,
         patience_s: float = math.inf,
     ) -> None:
-        """`outage_limit_s`: seconds without a step after which `settle` raises. `patience_s`:
-        after which all attention ranks count as lost, so that other cells take their requests."""
+        """After `outage_limit_s` seconds without a step, `settle` raises. After `patience_s` all
+        attention ranks count as lost, so that other cells take their requests.
+        """
         self.membership, self._calls, self._maker, self._watch = membership, calls, maker, watch
-        self._cell = f"{membership.cell}: " if membership.cell else ""  # before what is logged
+        self._cell = f"{membership.cell}: " if membership.cell else ""  # prefix of log lines
         self._current, self._mover, self._clock = current, mover, calls.clock
         self._timeout_s, self._outage_limit_s = timeout_s, outage_limit_s
         self._patience_s = patience_s
         self._epoch, self._step = Epoch(), 0
         self._number = 0  # number of the last epoch tried
-        self._torn_by = ""  # why members cannot reach each other, though all are there
+        self._torn_by = ""  # why members cannot reach each other, although all are there
         self._outage_since: float | None = self._clock()
         self._is_stopping = threading.Event()
         self._open: list[StepInFlight] = []  # steps under way, in order
@@ -79,18 +80,22 @@ class Coordinator:
 
     @property
     def has_events(self) -> bool:
-        """Returns True if `settle` has something to do: a rank came or went, or a move goes on."""
+        """Returns True if `settle` has something to do: a rank came or went, or a move is in
+        progress.
+        """
         return not self.membership.inbox.empty() or self._is_stale or self._mover.has_news
 
     @property
     def outage_s(self) -> float:
-        """Returns for how many seconds no step could be computed; 0 while one can."""
+        """Returns the seconds for which no step could be computed; 0 while one can."""
         since = self._outage_since
         return 0.0 if since is None else self._clock() - since
 
     @property
     def open_steps(self) -> list[str]:
-        """Describes the steps under way and the ranks they wait for. On any thread."""
+        """Describes the steps in progress and the ranks that they wait for. Safe from any
+        thread.
+        """
         return [flight.describe(self._clock()) for flight in list(self._open)]
 
     def stop(self) -> None:
@@ -128,7 +133,7 @@ class Coordinator:
                 self._await_end(flight)
             if self._is_stopping.is_set():
                 if not self._epoch.number:  # the engine waits for its first one
-                    raise ClusterError("the start was called off")
+                    raise ClusterError("the start was cancelled")
                 return False
             self._note_outage()
             if self._maker.can_make:
@@ -181,8 +186,8 @@ class Coordinator:
     def collect(self, flight: StepInFlight) -> dict[str, StepDone | Exception]:
         """Waits for a step's end; returns each attention rank's tokens, or the error instead.
 
-        Repeats the step for ranks whose peers were lost. RankLostError: the attention rank itself
-        is.
+        Repeats the step for ranks whose peers were lost. The error is RankLostError if the
+        attention rank itself is lost.
         """
         results: dict[str, StepDone | Exception] = {}
         num_tries = 0
@@ -235,20 +240,21 @@ class Coordinator:
 
     @property
     def _is_stale(self) -> bool:
-        """Returns True if a new epoch is due: after a loss, or for a rank that joins."""
+        """Returns True if a new epoch is due, after a loss or for a rank that joins."""
         is_joining = any(s.phase is RankPhase.READY for s in self.membership.roster.all())
         return is_joining or not self._is_whole
 
     @property
     def _why_stale(self) -> str:
-        """Returns why the epoch ends. A lost rank's data connections may tell before its own
-        does."""
+        """Returns why the epoch ends. A lost rank's data connections may end before its control
+        connection.
+        """
         if self._away:
             return f"{', '.join(self._away)} lost ({self.membership.last_loss})"
         return self._torn_by or "a rank joins"
 
     def _note_outage(self) -> None:
-        """Starts the outage when the epoch breaks; a rank that joins causes none."""
+        """Starts the outage when the epoch breaks. A rank that joins causes no outage."""
         if self._outage_since is None and not self._is_whole:
             self._outage_since = self._clock()
         if self.outage_s > self._outage_limit_s:
@@ -298,7 +304,7 @@ class Coordinator:
             self._last_end = now
 
     def _note(self, event: LinkEvent) -> None:
-        """Passes an event on to the move and to the steps under way."""
+        """Passes an event on to the move and to the steps in progress."""
         if isinstance(event.report, Staged):
             self._mover.heard(event.name, event.report)
         for flight in self._open:

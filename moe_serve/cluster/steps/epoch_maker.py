@@ -67,7 +67,7 @@ class EpochMaker:
         return roster.has_both_pools and _starts(roster.present("expert")) != self._refused
 
     def make(self, number: int) -> Epoch | None:
-        """Tries once with all ranks that are there; returns None if one was lost meanwhile."""
+        """Tries once with all ranks that are there. Returns None if a rank was lost meanwhile."""
         roster = self._membership.roster
         experts = roster.present("expert")
         starts = _starts(experts)
@@ -92,7 +92,9 @@ class EpochMaker:
         return renumbered(covered(self._current.version.placement, set(present)), present)
 
     def _meet(self, epoch: Epoch, ranks_of: dict[int, list[list[int]]]) -> bool:
-        """Returns True if all members met. If one does not, the others need not wait for it."""
+        """Returns True if all members met. If one does not come, the others need not wait for
+        it.
+        """
         join = Join(
             epoch=epoch.number,
             attention_ranks=epoch.attention,
@@ -123,7 +125,7 @@ class EpochMaker:
         return not refused
 
     def _cover(self, experts: Sequence[RankState]) -> bool:
-        """Has the ranks present load the experts of lost ranks; returns False if one failed."""
+        """Makes the present ranks load the experts of lost ranks. Returns False if one failed."""
         whole = self._current.version.placement
         now = covered(whole, {s.name.index for s in experts})
         orders: dict[str, Order] = {}

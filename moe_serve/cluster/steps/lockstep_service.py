@@ -41,7 +41,7 @@ class LockstepService:
             queue.prompt_limit = limit
 
     def choose(self, engines: Mapping[str, Engine], sequence: Sequence) -> Engine:
-        """Returns the engine on which a sequence would get its first token first."""
+        """Returns the engine on which a sequence would get its first token earliest."""
 
         def predicted_s(engine: Engine) -> tuple[float, int]:
             return _service(engine).predicted_s(sequence), engine.num_pending_tokens
@@ -49,8 +49,9 @@ class LockstepService:
         return min(engines.values(), key=predicted_s)
 
     def move_waiting(self, engines: Iterable[Engine]) -> None:
-        """Lets sequences that wait for a seat change to ranks that have seats and no queue. They
-        have no pages yet, so moving them costs nothing."""
+        """Moves sequences that wait for a seat to ranks that have seats and no queue. They have no
+        pages yet, so moving them costs nothing.
+        """
         engines = list(engines)
         crowded = [e for e in engines if e.num_waiting and e.num_running >= e.num_seats]
         for engine in engines:

@@ -1,4 +1,4 @@
-"""Describes for hang reports what the ranks of a cell are doing."""
+"""Describes the activity of a cell's ranks for hang reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RankWitness:
         self._roster, self._coordinator, self._stacks = roster, coordinator, stacks
 
     def lines(self) -> list[str]:
-        """Returns the steps under way, a line for each rank, and the stacks."""
+        """Returns the steps in progress, a line for each rank, and the stacks."""
         lines = self._coordinator.open_steps or ["no step is under way"]
         states = list(self._roster.all())
         lines = [*lines, *(_line(state) for state in states)]
@@ -45,7 +45,7 @@ class CellsWitness:
     """Implements ActivityReport for several cells, by their names."""
 
     def __init__(self, witnesses: Callable[[], Mapping[str, RankWitness | None]]) -> None:
-        """`witnesses`: returns those of the present cells."""
+        """`witnesses` returns the witnesses of the present cells."""
         self._witnesses = witnesses
 
     def lines(self) -> list[str]:

@@ -26,8 +26,9 @@ class RemoteExecutor:
     def __init__(
         self, coordinator: StepCoordinator, name: str, before: RemoteExecutor | None = None
     ) -> None:
-        """`before`: the rank's last executor. If its process is still there, it forgets that one's
-        sequences and clears their pages."""
+        """`before` is the rank's last executor. If its process is still there, the process forgets
+        that executor's sequences and clears their pages.
+        """
         self._coordinator, self.name = coordinator, name
         self.start = coordinator.epoch.starts[name]  # number of the process
         self._tables: dict[int, tuple[int, ...]] = {}  # of sequences that the rank mirrors
@@ -44,7 +45,7 @@ class RemoteExecutor:
 
     @property
     def expert_memory(self) -> None:
-        """None: expert ranks report on their own memories."""
+        """Returns None, because expert ranks report on their own memories."""
 
     def run(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> StepOutcome:
         """Runs a step of this rank alone. Raises RankLostError, or the computation's error."""
@@ -54,8 +55,9 @@ class RemoteExecutor:
         return as_outcome(outcome)
 
     def prepare(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> RankWork:
-        """Returns the plan as messages. It must be sent: the rank is taken to know it from here
-        on."""
+        """Returns the plan as messages. They must be sent, because this object then assumes that
+        the rank knows them.
+        """
         opened = tuple(
             _opened(sequences[key])
             for key in dict.fromkeys(piece.sequence_id for piece in plan.slices)
@@ -78,7 +80,9 @@ class RemoteExecutor:
         )
 
     def resend_tables(self) -> None:
-        """Sends all page tables again, as the rank may lack those of the last step prepared."""
+        """Sends all page tables again, because the rank may lack those of the last prepared
+        step.
+        """
         self._tables = dict.fromkeys(self._tables, ())
 
     def forget(self, sequence_ids: list[int]) -> None:
@@ -114,8 +118,9 @@ class RemoteExecutor:
         self.finite_pages([1])
 
     def finish_copies(self, page: int) -> None:
-        """Has the rank do its page work now, and waits for that; raises RankLostError. `page`: any
-        page, as the rank answers about pages."""
+        """Makes the rank do its page work now, and waits for it. Raises RankLostError. `page` may
+        be any page, because the rank answers about pages.
+        """
         self.finite_pages([page])
 
     def finite_pages(self, pages: list[int]) -> list[bool]:

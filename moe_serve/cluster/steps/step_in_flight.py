@@ -1,5 +1,5 @@
-"""A step under way (the ranks that compute it, their work and results, and what broke it), and the
-interface through which an engine over several ranks steps.
+"""A step in progress (the ranks that compute it, their work and results, and the reasons to repeat
+it), and the interface through which an engine over several ranks steps.
 
 `ClusterEngine` and `RemoteExecutor` know only `StepCoordinator`: the ranks behind it are processes
 (`Coordinator`), a test's fake, or a simulation.
@@ -109,16 +109,16 @@ class StepInFlight:
 
     @property
     def is_sound(self) -> bool:
-        """Returns True if, as far as reported, all ranks in it have finished it."""
+        """Returns True if, according to their reports, all ranks in it have finished it."""
         return not self.troubles and all(isinstance(r, StepDone) for r in self.results.values())
 
     @property
     def left(self) -> dict[str, RankWork]:
-        """Returns the work to repeat, once no rank is waited for."""
+        """Returns the work to repeat, once the step waits for no rank."""
         return {n: work.again for n, work in self.works.items() if n not in self.results}
 
     def void(self, name: str) -> None:
-        """Drops a rank from the step: its result is not wanted."""
+        """Drops a rank from the step, because its result is no longer needed."""
         del self.works[name]
 
     def break_up(self, why: str) -> None:
@@ -131,7 +131,7 @@ class StepInFlight:
         return "; ".join(self.troubles)
 
     def describe(self, now: float) -> str:
-        """Describes the step for a hang report, on any thread."""
+        """Describes the step for a hang report. Safe from any thread."""
         seconds = now - self.start
         num_tokens = sum(sum(work.rows) for work in list(self.works.values()))
         return (
@@ -180,7 +180,7 @@ MAX_MOVES = 5  # in a row, without a new token
 class RequestMoves:
     """Counts how often a sequence has moved from a lost rank since its last token.
 
-    A request that kills every rank it runs on must end.
+    A request that kills every rank that it runs on must end.
     """
 
     def __init__(self) -> None:
@@ -227,7 +227,7 @@ class Members(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BegunStep:
-    """A step under way, and the engines in it: by its end a rank may have another engine."""
+    """A step in progress, and the engines in it. By its end a rank may have another engine."""
 
     flight: StepInFlight
     engines: dict[str, Engine]
@@ -235,8 +235,9 @@ class BegunStep:
 
 
 class StepCoordinator(Protocol):
-    """Used by one thread at a time, except `stop` and `outage_s`: the engine's, or the thread that
-    waits for it."""
+    """Drives the steps of several ranks. One thread uses it at a time, the engine's or the one that
+    waits for it; `stop` and `outage_s` are safe from any thread.
+    """
 
     @property
     def membership(self) -> Members: ...
@@ -253,7 +254,7 @@ class StepCoordinator(Protocol):
 
     @property
     def outage_s(self) -> float:
-        """For how many seconds no step could be computed; 0 while one can."""
+        """The seconds for which no step could be computed; 0 while one can."""
         ...
 
     def stop(self) -> None:
@@ -261,8 +262,9 @@ class StepCoordinator(Protocol):
         ...
 
     def is_in(self, name: str, start: int) -> bool:
-        """Returns True if the `start`-th process of a rank is in the epoch, and the requests of the
-        epoch do not move to other cells because it lasts too long until it can compute again."""
+        """Returns True if the `start`-th process of a rank is in the epoch, and the epoch's
+        requests need not move to other cells because of a long outage.
+        """
         ...
 
     def settle(self, *, is_patient: bool) -> bool:
@@ -271,8 +273,7 @@ class StepCoordinator(Protocol):
         ...
 
     def look(self) -> bool:
-        """Handles what ranks have reported, without waiting; returns False if `settle` would
-        wait."""
+        """Handles the reports of ranks without waiting. Returns False if `settle` would wait."""
         ...
 
     def launch(self, works: Mapping[str, RankWork], *, can_wait: bool = True) -> StepInFlight:
@@ -289,8 +290,9 @@ class StepCoordinator(Protocol):
         ...
 
     def collect(self, flight: StepInFlight) -> dict[str, StepDone | Exception]:
-        """Waits for a step's end; returns each attention rank's tokens, or the error instead.
-        RankLostError: the rank is lost."""
+        """Waits for a step's end. Returns each attention rank's tokens or, instead, the error:
+        RankLostError if the rank is lost.
+        """
         ...
 
     def run(self, works: Mapping[str, RankWork]) -> dict[str, StepDone | Exception]:

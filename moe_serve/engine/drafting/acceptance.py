@@ -1,4 +1,6 @@
-"""Estimates how probably each token of a draft is accepted, from what became of earlier drafts."""
+"""Estimates the probability that each token of a draft is accepted, from the results of earlier
+drafts.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +38,16 @@ _PRIORS = {
 class _Counts:
     """Tries and acceptances by position in a draft; both fade.
 
-    The rate of a position is taken to be near that of the position before it until it was tried
-    some times, so that certain drafts soon become long. `survivals[p]` is the product of the rates
-    up to position p, and `totals[n]` the sum of the first n survivals: the tokens to expect of a
-    draft of n tokens.
+    Until a position was tried a few times, its rate is assumed to be near that of the position
+    before it, so that good drafts soon become long. `survivals[p]` is the product of the rates up
+    to position p, and `totals[n]` the sum of the first n survivals: the tokens to expect of a draft
+    of n tokens.
     """
 
     __slots__ = ("_num_new", "_prior", "accepted", "survivals", "totals", "tried")
 
     def __init__(self, prior: float) -> None:
-        """`prior`: acceptance of the first token, before any was counted."""
+        """`prior` is the acceptance of the first token before any was counted."""
         self._prior, self._num_new = prior, 0
         self.tried, self.accepted = [0.0] * MAX_DRAFT, [0.0] * MAX_DRAFT
         self._estimate()
@@ -62,7 +64,7 @@ class _Counts:
             self._estimate()
 
     def _estimate(self) -> None:
-        """Updates the estimates. A sixteenth of the counts may be newer than they are."""
+        """Updates the estimates. They may miss the newest sixteenth of the counts."""
         self._num_new = 0
         if max(self.tried) > _MAX_TRIES:
             for counts in (self.tried, self.accepted):
@@ -78,14 +80,14 @@ class _Counts:
 
 @dataclass(slots=True)
 class _Luck:
-    """The luck of one request with the drafts of one source."""
+    """The success of one request with the drafts of one source."""
 
     expected: float = _REQUEST_PRIOR  # accepted tokens if it were like all requests
     accepted: float = _REQUEST_PRIOR
 
     @property
     def factor(self) -> float:
-        """Its acceptance over that of all requests."""
+        """The acceptance of this request, divided by that of all requests."""
         return min(self.accepted / self.expected, _MOST_FACTOR)
 
 
@@ -94,8 +96,8 @@ class Acceptance:
 
     The estimate for a request is that of all requests times the request's own factor, so that a
     request that never repeats itself stops drafting after two or three drafts, although others
-    gain. Evidence that was not seen yet is taken to be halfway between a prior and all drafts of
-    its source.
+    gain. For evidence that was not seen yet, the estimate is halfway between a prior and all drafts
+    of its source.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Limits the time that drafting may cost in vain to a share of the time of the steps."""
+"""Limits the time that drafting may waste to a share of the time of the steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_SLOWER = 4.0  # a measurement counts as at most this times the average
 
 @dataclass(slots=True)
 class _Account:
-    """Seconds that may be spent. Negative if more was spent than there was."""
+    """A balance of seconds that may be spent. It is negative after spending too much."""
 
     most_steps: float
     left_s: float = 0.0
@@ -35,8 +35,8 @@ class DraftingAllowance:
 
     Each earns a share of the time of every step. A lookup costs its own time, and a refused token
     the time by which its row made the step longer. An accepted token earns what it saved. So drafts
-    that are worth their time are never limited, and those that are never right cost about the two
-    shares at most, whatever the controller believes of them.
+    that are worth their time are never limited, and drafts that are never right cost at most about
+    the two shares, whatever the controller expects of them.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,9 @@ class DraftingAllowance:
 
     @property
     def pause(self) -> int:
-        """The number of steps before an empty account has earned enough to ask for drafts again."""
+        """Returns the number of steps until an empty account has earned enough to ask for drafts
+        again.
+        """
         if self._step_s is None:
             return 0
         rows_s, lookup_s = -self._rows.left_s, -self._lookups.left_s
@@ -66,12 +68,14 @@ class DraftingAllowance:
     @property
     def has_lookups(self) -> bool:
         """True if all sequences may look. They look in the same steps, because a draft pays best
-        beside others: the first of a step makes it longer by work that the others share."""
+        beside others: the first of a step makes it longer by work that the others share.
+        """
         return self._step_s is None or self._lookups.left_s > 0.0
 
     def pay_lookups(self, num: int, seconds: float) -> None:
-        """Pays for lookups that took so many seconds. What is far beyond the average was no lookup:
-        the process had to wait for its turn."""
+        """Pays for lookups that took so many seconds. Time far above the average is not charged:
+        the process had to wait for the CPU.
+        """
         seconds = min(seconds, max(1, num) * _MOST_SLOWER * self._lookup_s)
         self._lookups.left_s -= seconds
         if num:

@@ -7,7 +7,9 @@ from collections.abc import Sequence as List
 from math import log, log1p
 
 Seconds = Callable[[int], float]  # the time of a decode step with so many rows
-_LEAST_GAIN = 1.03  # in speed; drafts that promise less also cost time to make
+_LEAST_GAIN = (
+    1.03  # least gain in speed; drafts that promise less are not worth the time to make them
+)
 _MOST_LONGER = 2.0  # time of a step with certain tokens, over one without drafts
 _MOST_TRIED = 32  # numbers of tokens whose gain is computed, in a large step
 

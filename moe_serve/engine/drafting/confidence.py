@@ -1,4 +1,6 @@
-"""Learns how often guesses are right to which a network gives the same probability."""
+"""Learns how often a network's guesses are right, for each probability that the network gives
+them.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,9 @@ _MOST = 0.98  # the highest rate, also before any guess was verified
 
 
 class ConfidenceRates:
-    """Counts tried and accepted guesses by confidence, whatever their place in a draft.
+    """Counts tried and accepted guesses by confidence, regardless of their place in a draft.
 
-    So the confidences of a network that is too sure, or that guesses for sampled text, are
-    corrected by the tokens that the model accepts.
+    This corrects the confidences of a network that is too sure, or that guesses for sampled text.
     """
 
     __slots__ = ("_accepted", "_rates", "_tried")

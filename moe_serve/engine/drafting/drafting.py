@@ -1,4 +1,4 @@
-"""Chooses the drafts of an engine's steps, and learns from what became of them."""
+"""Chooses the drafts of an engine's steps, and learns from their results."""
 
 from __future__ import annotations
 
@@ -53,16 +53,17 @@ class Drafting:
         guesses_take_pages: bool = False,
         clock: Clock = REAL_CLOCK,
     ) -> None:
-        """`past_answers` learns from finished answers; it is one of the drafters. `guessing`
-        decides when the network guesses in the process that samples; its guesses may need pages
+        """`past_answers` is one of the drafters and learns from finished answers. `guessing`
+        decides when the network guesses, in the process that samples; its guesses may need pages
         behind a sequence's tokens. Unless `is_adaptive`, every draft is verified with `max_tokens`
-        tokens, whatever it costs."""
+        tokens, whatever it costs.
+        """
         self._drafters, self._past = tuple(drafters), past_answers
         self._stop, self._max_tokens, self._is_adaptive = stop, max_tokens, is_adaptive
         self._vocab_size, self._clock = vocab_size, clock
         self._guessing, self.guesses_take_pages = guessing, guesses_take_pages
         self.num_guesses = 0  # to guess for each sequence after the step that begins
-        self._num_sampled = 0  # sequences that it may be asked for; 0: `choose` was not called
+        self._num_sampled = 0  # sequences that may get guesses; 0: `choose` was not called
         self._num_asked = 0  # sequences of the last step that guessed; 0: none did
         self._acceptance, self._patience, self._times = Acceptance(), Patience(), StepTimes()
         self._allowance, self._shadows = DraftingAllowance(), Shadows()
@@ -114,13 +115,14 @@ class Drafting:
         chosen = {key: drafts[key].cut(length) for key, length in lengths.items()}
         seconds = self._clock() - clock
         self._counter.note_seconds(seconds)
-        if not chosen:  # so the lookups were in vain, and so was this time
+        if not chosen:  # the lookups and this time were wasted
             self._allowance.pay_lookups(0, seconds)
         return chosen
 
     def expects(self, schedule: Schedule) -> bool:
-        """Returns whether the step after this one, whose tokens are not known yet, will probably
-        have drafts. It must not begin ahead then."""
+        """Returns whether the step after this one will probably have drafts. It must not begin
+        ahead then, because its drafts depend on the tokens of this step.
+        """
         if not self._is_adaptive:
             return bool(self._find(schedule))
         survivals, self._survivals = self._survivals, None
@@ -130,7 +132,7 @@ class Drafting:
             return True
         if not survivals:
             return False
-        # the first token will be known, so it is no draft
+        # the first token will be known then, so it need not be drafted
         behind = {key: each[1:] for key, each in survivals.items() if len(each) > 1}
         most = len(schedule) * self._max_tokens
         if choose_lengths(behind, len(schedule), most, self._times.seconds):
@@ -276,7 +278,8 @@ class Drafting:
 
     def _note_vain(self, schedule: Schedule, expected: Mapping[int, float | None]) -> None:
         """Notes the sequences whose drafts promise no gain, with the tokens to expect of them. A
-        prediction is followed all the same, as it need not be searched for."""
+        prediction is followed nevertheless, because following it needs no search.
+        """
         for key, num_tokens in expected.items():
             if not schedule[key][0].request.prediction:
                 self._patience.in_vain(key, num_tokens)
@@ -312,8 +315,9 @@ class Drafting:
                 yield draft
 
     def _num_useful(self, sequence: Sequence, draft: Draft) -> int:
-        """Returns the number of tokens before the first that ends the answer, as no row counts
-        behind it, or that the model has no embedding for."""
+        """Returns the number of tokens before the first one that ends the answer or has no
+        embedding in the model. No row counts behind such a token.
+        """
         tokens, ends, size = draft.token_ids, self._stop.ends(sequence), self._vocab_size
         if ends.isdisjoint(tokens) and max(tokens, default=0) < size:
             return len(tokens)

@@ -1,4 +1,4 @@
-"""Builds what the configured method of speculation needs."""
+"""Builds the drafting that the configured method of speculation needs."""
 
 from __future__ import annotations
 

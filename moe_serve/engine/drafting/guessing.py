@@ -47,13 +47,15 @@ class Guessing:
         tokens of a step  >  time of its rows + 2 x time of guessing        over one without drafts
 
     A drafter that looks up drafts costs next to nothing when it finds nothing, but a network costs
-    time in every step that asks it. So if guessing does not pay, no step asks, except four in a row
-    after 32, 64, ... 1024 steps, or after more if guesses are slow. The averages are kept by the
-    size of the batch, in powers of two.
+    time in every step that asks it. So if guessing does not pay, no step asks, except for a trial
+    of four steps in a row after 32, 64, ... 1024 steps, or after more steps if guesses are slow.
+    The averages are kept by the size of the batch, in powers of two.
     """
 
     def __init__(self, source: DraftSource, most: int, *, is_adaptive: bool = True) -> None:
-        """`most`: the tokens to guess for a sequence. Unless `is_adaptive`, each step asks."""
+        """`most` is the number of tokens to guess for a sequence. Unless `is_adaptive`, each step
+        asks.
+        """
         self.source, self._most, self._is_adaptive = source, most, is_adaptive
         self._sizes: dict[int, _Size] = {}
 

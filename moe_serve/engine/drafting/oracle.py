@@ -11,8 +11,9 @@ from moe_serve.engine.request.sequence import Sequence
 
 
 class Oracle:
-    """Implements Drafter. Each drafted token is right with probability `alpha`; a wrong one may be
-    any token, also one that the model does not have."""
+    """Implements Drafter. Each drafted token is right with probability `alpha`. A wrong token may
+    be any token, even one that the model does not have.
+    """
 
     def __init__(
         self,
@@ -23,8 +24,9 @@ class Oracle:
         seed: int = 0,
         lengths: tuple[int, int] | None = None,
     ) -> None:
-        """`answers` by request id. Drafts have a random number of tokens in `lengths`, or as many
-        as they may."""
+        """`answers` maps request ids to answers. Drafts have a random number of tokens in
+        `lengths`; without `lengths` they are as long as allowed.
+        """
         self._answers, self._alpha = answers, alpha
         self._vocab_size, self._lengths = vocab_size, lengths
         self._rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Drafts from a request's own prompt and answer: what followed the same tokens before."""
+"""Drafts the tokens that followed the same tokens earlier in a request's own prompt and answer."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class _Text:
 class OwnText:
     """Implements Drafter by n-grams (prompt lookup). A token costs constant time.
 
-    As long as a sequence repeats an earlier passage, the place is moved on and nothing is looked up
-    or entered: the index has the passage. A continuation that reaches the end of the text goes on
-    with its own tokens, so that a repeating passage gives a draft of any length.
+    As long as a sequence repeats an earlier passage, the place moves on and nothing is looked up or
+    entered, because the index already has the passage. A continuation that reaches the end of the
+    text goes on with its own tokens, so that a repeating passage gives a draft of any length.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Drafts from finished answers: repeated requests, retries and the steps of agents."""
+"""Drafts from finished answers, for repeated requests, retries and the steps of agents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_AGREED = 64
 _LEAST_CAPACITY = 16384  # tokens of a new store
 _MAX_STORES = 1024
 _MAX_WAITING = 256  # finished answers that are not entered yet; the oldest are dropped
-_ENTRIES_PER_TOKEN = 1  # of each table, so that a store takes 4 + 4 x 4 bytes a token
+_ENTRIES_PER_TOKEN = 1  # entries of each table, so that a store takes 4 + 4 x 4 bytes a token
 
 
 class AnswerStore:

@@ -1,4 +1,6 @@
-"""Decides in which steps a sequence asks for drafts, so that hopeless ones cost next to nothing."""
+"""Decides in which steps a sequence asks for drafts, so that hopeless sequences cost next to
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class Patience:
 
     def awake(self, sequence_ids: Iterable[int], *, has_time: bool = True) -> list[int]:
         """Counts a step, and returns the sequences that ask for a draft in it. Without `has_time`
-        only those that are new or gain; the others wait, and then ask together."""
+        only those that are new or gain; the others wait, and then ask together.
+        """
         self._step += 1
         last, wake_of = self._step if has_time else 0, self._wakes.get
         return [key for key in sequence_ids if wake_of(key, 0) <= last]

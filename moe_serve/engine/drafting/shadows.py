@@ -36,7 +36,8 @@ class Shadows:
 
     def take(self, sequence: Sequence) -> Shadow | None:
         """Returns what became of a sequence's draft, once; None if that is not known yet: too few
-        tokens have come, and all of them as drafted."""
+        tokens have come, and all of them as drafted.
+        """
         kept = self._kept.get(sequence.id)
         if kept is None:
             return None

@@ -65,8 +65,9 @@ class StepTimes:
 
     @property
     def seconds(self) -> Callable[[int], float]:
-        """A function from a number of rows to the expected seconds; without any measurement, to
-        relative ones. To be used before the next measurement."""
+        """Returns a function from a number of rows to the expected seconds, or to relative times
+        before any measurement. Use it before the next measurement.
+        """
         return self._known.__getitem__
 
     def _add(self, num_rows: int, ratio: float) -> None:

@@ -1,4 +1,4 @@
-"""Hashes the parts of growing texts, each in constant time whatever its length.
+"""Hashes parts of growing texts, each in constant time regardless of its length.
 
 With tokens t[0], t[1], ... and an odd B, all modulo 2^64:
 

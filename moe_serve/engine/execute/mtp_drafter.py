@@ -77,7 +77,7 @@ class MTPDrafter:
         }
 
     def _give_up(self) -> None:
-        _log.exception("the MTP layer failed, and drafts nothing more until the next start")
+        _log.exception("the MTP layer failed and drafts nothing until the server restarts")
         self._has_failed, self._pipeline.keeps_every_row = True, False
 
     def _follow(
@@ -138,8 +138,8 @@ def _follow(
 ) -> tuple[list[_Followed], np.ndarray[tuple[int], np.dtype[np.int64]]]:
     """Returns the rows of a step whose next tokens are known, and their places in the step.
 
-    Of a sequence that caught up these are the rows of its tokens and of the accepted drafted ones;
-    of any other sequence all rows, as the prompt goes on.
+    For a sequence that caught up, these are the rows of its tokens and of the accepted drafted
+    ones; for any other sequence all rows, because its prompt goes on.
     """
     followed, ranges, start, num_rows = list[_Followed](), list[range](), 0, 0
     for piece in plan.slices:

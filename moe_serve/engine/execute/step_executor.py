@@ -1,4 +1,4 @@
-"""Executes the engine's steps: a plan goes in, sampled tokens come out.
+"""Executes the engine's steps: takes a plan and returns sampled tokens.
 
 In one process `LocalExecutor` does it with a pipeline and a sampler. With separate attention ranks
 each rank has such an executor, and the engine holds one that sends the plan there.
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class ExecutorLostError(MoeServeError):
-    """The executor and all its pages are gone. Its requests restart on another one."""
+    """The executor and all its pages are lost. Its requests restart on another one."""
 
 
 class StepRunner(Protocol):
@@ -84,7 +84,7 @@ class StepExecutor(Protocol):
         ...
 
     def finish_page_work(self) -> None:
-        """Has that work done now. To be called while no step is under way."""
+        """Does that work now. Call it while no step is in progress."""
         ...
 
     @property

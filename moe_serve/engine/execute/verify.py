@@ -22,7 +22,9 @@ from moe_serve.engine.sampling.sampling_point import SamplingPoint
 from moe_serve.model.step_plan import SequenceSlice
 
 Sample = Callable[[Tensor, list[SamplingPoint]], list[Sampled | RowFailure]]
-_MOST_AT_ONCE = 1 << 18  # logits of drafted rows to sample before it is known if they count
+_MOST_AT_ONCE = (
+    1 << 18
+)  # most logits of drafted rows to sample before it is known whether the rows count
 
 
 @dataclass(frozen=True, slots=True)

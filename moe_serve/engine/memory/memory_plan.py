@@ -1,8 +1,8 @@
 """Estimates the memory of each process of a server before any weight is read.
 
 Weights are the model's shapes in the dtype in which they are held. The kernels' own packing, torch
-itself and a step's activations come on top. So a plan that does not fit will not run, and one that
-just fits may not run either.
+itself and a step's activations come on top. So a plan that does not fit will not run, and a plan
+that just fits may still fail.
 """
 
 from __future__ import annotations

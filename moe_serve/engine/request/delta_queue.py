@@ -9,7 +9,8 @@ from moe_serve.engine.request.request import TokenDelta
 
 
 class DeltaQueue:
-    """Holds the deltas of one or several requests. For one reader, on the event loop's thread only.
+    """Holds the deltas of one or several requests for one reader. Use it on the event loop's thread
+    only.
 
     A reader that is slower than the engine gets several steps at once. A waiting reader can
     register `on_step` to handle a step within the event loop's turn that brought it, which takes
@@ -64,7 +65,7 @@ class DeltaQueue:
                 self._reader = None
 
     def take(self) -> list[TokenDelta]:
-        """Returns all deltas and empty the queue."""
+        """Returns all deltas and empties the queue."""
         deltas, self._deltas = self._deltas, []
         return deltas
 

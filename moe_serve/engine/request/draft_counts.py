@@ -1,4 +1,4 @@
-"""Counts drafts and what became of them, for `/metrics` and dashboards."""
+"""Counts drafts and their accepted tokens, for `/metrics` and dashboards."""
 
 from __future__ import annotations
 

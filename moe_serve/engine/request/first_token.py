@@ -38,6 +38,7 @@ class AdmissionCheck(Protocol):
         ...
 
     def check(self, service: Service, num_prompt_tokens: int, priority: int = 0) -> Refusal | None:
-        """Returns why a strict or sheddable request is refused; None: it is accepted, which counts
-        as queued from now on."""
+        """Returns why a strict or sheddable request is refused. None means that it is accepted, and
+        counts as queued from now on.
+        """
         ...

@@ -1,4 +1,4 @@
-"""The choice of a request to forget the middle of its context while it generates.
+"""Lets a request forget the middle of its context while it generates.
 
 This is StreamingLLM (arXiv 2309.17453) in whole pages. Which keys a row sees depends on its
 position alone, so an answer is the same alone, in a batch, and when it is computed again.
@@ -36,7 +36,7 @@ class KVWindow:
         return self.window - 1 + (-(-self.sinks // page_size) + 1) * page_size
 
     def run(self, position: int, page_size: int) -> int:
-        """Returns for how many positions from this one on the same pages are hidden."""
+        """Returns the number of positions, from this one on, that hide the same pages."""
         behind = position + 1 - self.window
         least = self.first_hiding(page_size)
         return least - position if position < least else page_size - behind % page_size
@@ -46,8 +46,8 @@ class KVWindow:
 class KVWindowRules:
     """Decides whether a server accepts a request's `kv_window`.
 
-    `widest`: the largest window of a layer that has one. `has_chunks`: some layer attends within
-    chunks of positions.
+    `widest` is the largest window of the layers that have one. `has_chunks` means that some layer
+    attends within chunks of positions.
     """
 
     is_allowed: bool = False

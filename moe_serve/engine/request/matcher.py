@@ -13,7 +13,7 @@ from moe_serve.engine.request.draft_counts import MAX_DRAFT
 
 # CPU time that a sequence may spend on its grammar: a base, and an allowance per token.
 MAX_FOLLOW_S, MAX_FOLLOW_TOKEN_S = 2.0, 0.05
-_CHEAP_S = 0.001  # masks up to this cost are worth a look for forced tokens
+_CHEAP_S = 0.001  # after masks up to this cost, forced tokens are looked for
 
 
 class SequenceMatcher:

@@ -1,4 +1,4 @@
-"""Counts what became of the requests that moved between cells."""
+"""Counts the moves of requests between cells by their results."""
 
 from __future__ import annotations
 
@@ -71,8 +71,9 @@ class MovesCounter:
         self._num_pages += num_pages
 
     def arrived(self, num_steps: int, seconds: float) -> None:
-        """Counts a sequence that was between two engines for that long. `num_steps`: steps of the
-        target that it missed."""
+        """Counts a sequence that was between two engines for that long and missed `num_steps` steps
+        of the target.
+        """
         self._steps.count(num_steps)
         self._seconds.count(seconds)
 

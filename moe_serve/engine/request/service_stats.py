@@ -21,7 +21,7 @@ class TierCounts:
     """
 
     tier: str
-    num_finished: int = 0  # all that ended, except those that the client left
+    num_finished: int = 0  # all that ended, except those whose client disconnected
     num_good: int = 0  # those that kept all their targets
     num_goodput_tokens: int = 0  # generated tokens of these
     num_with_ttft: int = 0
@@ -75,7 +75,7 @@ class ServiceStats:
     output_limits: tuple[float, ...] = ()  # of new answers, by tier; infinite: none
     tenants: tuple[TenantCounts, ...] = ()  # at most `MAX_TENANTS`, most service first
     num_tenants: int = 0  # that are remembered
-    jain_index: float = 1.0  # of the service of the tenants that want any: 1 is even
+    jain_index: float = 1.0  # of the service of the tenants that have requests: 1 is even
     forecast: ForecastError = ForecastError()
     decisions: Histogram = Histogram.empty(DECISION_BOUNDS)  # seconds to order those that wait
 

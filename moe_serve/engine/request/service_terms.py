@@ -33,7 +33,7 @@ class Service:
     weight: float = 1.0  # how much a second of delay counts
     targets: Targets = Targets()
     is_sheddable: bool = False  # may be refused when its targets cannot be met
-    tenant: str = ""  # who shares with whom: a digest of the API key, else the field `user`
+    tenant: str = ""  # tenants share the server: a digest of the API key, else the field `user`
     workflow: str = ""  # a name of the client for a task of several requests; empty: none
     stage: str = ""  # the name of this request's step in the workflow
 

@@ -17,7 +17,9 @@ MAX_URGENT_PREEMPTIONS = 2  # for a seat; of a runaway, for whatever reason
 
 @dataclass(slots=True)
 class Standing:
-    """Made when a request is queued in a server with service tiers."""
+    """The standing of one request. It is made when the request is queued on a server with service
+    tiers.
+    """
 
     queued_s: float
     deadline_s: float  # virtual: of the first token, or the latest start of the answer
@@ -28,7 +30,9 @@ class Standing:
     tenant: int = 0  # its place in `Shares`
     num_left: int = 0  # prompt tokens to compute that were not in the cache when it was queued
     raw_s: float | None = None  # forecast of its first token, uncorrected; None: not measured yet
-    is_promised: bool = False  # it was accepted with a target that it might have been refused for
+    is_promised: bool = (
+        False  # it was accepted although its target could have been a reason to refuse it
+    )
     first_token_at: float | None = None
     num_urgent_preemptions: int = 0
     is_relegated: bool = False
@@ -42,8 +46,9 @@ class Standing:
 
     @property
     def is_demoted(self) -> bool:
-        """True for a runaway that waits behind its tier. One that was preempted more often waits as
-        every preempted request does, so that it ends at last."""
+        """True for a runaway that waits behind its tier. A runaway that was preempted more often
+        waits like every other preempted request, so that it comes to an end.
+        """
         return self.is_runaway and self.num_urgent_preemptions <= MAX_URGENT_PREEMPTIONS
 
     def put_back(self, now_s: float) -> None:
@@ -54,6 +59,6 @@ class Standing:
 
     @property
     def due_s(self) -> float:
-        """When a strict request ends in its present state; infinite for others."""
+        """Returns when a strict request ends in its present state; infinite for other requests."""
         first_due_s = self.first_due_s if self.first_token_at is None else math.inf
         return min(first_due_s, self.last_due_s)

@@ -92,7 +92,7 @@ class PoolStats:
 class PolicyStats:
     """The figures of a batch policy, filled by the policy."""
 
-    policy: PolicyName  # the one in effect, so a fallback to fifo is visible
+    policy: PolicyName  # the policy in effect, so that a fallback to fifo is visible
     num_passed_over: int = 0  # times that a later request started before a waiting one
     activated_experts: float | None = None  # expected in the last step's micro-batches, all layers
     recall: float | None = None  # of the predictor, as measured; None: not measured
@@ -233,8 +233,9 @@ ScaleAction = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingStats:
-    """The state of autoscaling, filled by `LiveScaler`. `last`: a sentence about the last decision
-    other than `keep`; `num_said`: the number of such sentences so far."""
+    """The state of autoscaling, filled by `LiveScaler`. `last` is a sentence about the last
+    decision other than `keep`, and `num_said` the number of such sentences so far.
+    """
 
     policy: str
     wanted: Mapping[str, int]  # cells of each role that is scaled
@@ -283,11 +284,11 @@ class EngineStats:
         )
 
     def lost(self) -> EngineStats:
-        """Returns what remains of an engine that is lost: its counts, without its load."""
+        """Returns the statistics of an engine that is lost: its counts, without its load."""
         batching = self.batching and replace(self.batching, activated_experts=None)
         return EngineStats(num_steps=self.num_steps, counts=self.counts, batching=batching)
 
-    if not TYPE_CHECKING:  # names of 0.2, until 0.4
+    if not TYPE_CHECKING:  # names of version 0.2, kept until 0.4
 
         def __getattr__(self, name: str) -> object:
             for part in ("load", "counts"):

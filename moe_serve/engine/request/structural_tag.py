@@ -211,15 +211,16 @@ def _first_triggers(triggers: Sequence[str], at: str) -> list[Trigger]:
 
 
 def _check_begins(tags: Sequence[Tag]) -> None:
-    """Checks that no two begins are equal, and that no begin continues another one like its JSON
-    might, as the two could not be told apart."""
+    """Checks that no two begins are equal, and that no begin continues another one as its JSON
+    might: the two could not be told apart.
+    """
     earlier: dict[str, Tag] = {}
     for tag in tags:
         same = earlier.setdefault(tag.begin, tag)
         if same is not tag:
             raise _error(
                 f"{tag.place}.begin",
-                f"is that of {same.place} too: one tag with both schemas in anyOf is the same",
+                f"is also that of {same.place}: use one tag with both schemas in anyOf instead",
             )
     for tag in tags:
         for length in range(1, len(tag.begin)):

@@ -9,7 +9,8 @@ from moe_serve.errors import InvalidRequestError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkingMarkers:
-    """Markers of reasoning as token ids; made where a tokenizer is available (`thinking_limit.py`).
+    """Markers of reasoning as token ids. `thinking_limit.py` makes them where a tokenizer is
+    available.
 
     `end` are the tokens that end the reasoning when its budget is spent; they may also open the
     part that follows. It begins with one of `closings`, the sequences with which a model ends its

@@ -1,4 +1,4 @@
-"""The placements of a server's cells: each has expert ranks, and a placement, of its own."""
+"""The placements of a server's cells. Each cell has its own expert ranks and placement."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CellPlacements:
 
     def __init__(self) -> None:
         self._controls: Mapping[int, PlacementControl] = {}  # replaced, never changed
-        self._lock = threading.Lock()  # cells come and go on threads of their own
+        self._lock = threading.Lock()  # cells are added and removed on other threads
 
     def add(self, cell: int, control: PlacementControl) -> None:
         """Adds a cell that has started."""
@@ -48,7 +48,7 @@ class CellPlacements:
 
     @property
     def names(self) -> str:
-        """The cells as in a sentence."""
+        """The cells, as words for a sentence."""
         return f"the cells {', '.join(map(str, self._controls))}"
 
     def status(self) -> PlacementStatus:
@@ -56,7 +56,7 @@ class CellPlacements:
         return combined([control.status() for control in self._controls.values()])
 
 
-AnyPlacement = PlacementControl | CellPlacements  # of a server: of its one cell, or of each
+AnyPlacement = PlacementControl | CellPlacements  # of a server: its only cell's, or each cell's
 
 
 def combined(each: Sequence[PlacementStatus]) -> PlacementStatus:
@@ -85,7 +85,7 @@ def combined(each: Sequence[PlacementStatus]) -> PlacementStatus:
             predicted=least(lambda b: b.predicted),
             achieved=least(lambda b: b.achieved),
         ),
-        last=None,  # of which cell it would be cannot be told
+        last=None,  # it is unclear which cell's it would be
         num_plans={outcome: num_plans[outcome] for outcome in OUTCOMES},
         num_copies=sum(status.num_copies for status in each),
         num_bytes=sum(status.num_bytes for status in each),

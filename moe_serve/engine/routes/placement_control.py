@@ -94,6 +94,6 @@ class PlacementControl(Protocol):
     def apply(self, target: Placement) -> PlacementStatus:
         """Begins to move to a given placement; does not wait for the end.
 
-        Raises RebalanceError, and changes nothing, if the placement is not one for this model and
-        these ranks, if a rank has not the slots for it, or if a move is under way."""
+        Raises RebalanceError, and changes nothing, if the placement does not fit this model and
+        these ranks, if a rank has too few slots for it, or if a move is in progress."""
         ...

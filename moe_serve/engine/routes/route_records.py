@@ -67,11 +67,11 @@ class RouteListener(Protocol):
 class RouteListeners:
     """All route listeners of a server's engines. They may be added and removed on any thread.
 
-    A cell has its own, which hear of its engines alone, beside those of the server.
+    Besides the server's listeners, each cell has its own, which hear only of the cell's engines.
     """
 
     def __init__(self, server: RouteListeners | None = None) -> None:
-        """`server`: that of all cells; None: this is the server's."""
+        """`server` are the listeners of all cells; None if these are the server's."""
         self._server = server
         self._own: tuple[RouteListener, ...] = ()
 

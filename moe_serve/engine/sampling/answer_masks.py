@@ -109,8 +109,9 @@ class AnswerMasks:
         bits_CW: NDArray[np.uint32],
         failures: dict[int, str],
     ) -> None:
-        """Fills the masks of one sequence's rows. A row behind a drafted token that its own mask
-        bans will not count, so it gets any mask."""
+        """Fills the masks of one sequence's rows. If the mask of a row bans the drafted token
+        behind it, the later rows will not count, so their masks do not matter.
+        """
         is_void = False
         for bits_W, row in zip(bits_CW, rows, strict=True):
             if is_void:

@@ -122,8 +122,8 @@ def describe_tokens(logits_RV: Tensor, tokens: list[int], num_top: int) -> list[
 def _likeliest(logprobs_RV: Tensor, num: int) -> list[tuple[tuple[int, float], ...]]:
     """Returns each row's `num` likeliest tokens with their values, equal ones by ascending id.
 
-    `torch.topk` alone promises no order among equals. Its choice depends on `num`, which is that of
-    the row with the most, so a neighbour would decide.
+    `torch.topk` alone promises no order among equals: its choice depends on `num`, the largest
+    number in the batch, so a neighbouring row could change the result.
     """
     if not num:
         return [()] * len(logprobs_RV)

@@ -1,4 +1,6 @@
-"""Chooses what turns logits into tokens: the torch sampler, or the sampler of a set of kernels."""
+"""Chooses the sampler that turns logits into tokens: the torch sampler, or that of a set of
+kernels.
+"""
 
 from __future__ import annotations
 

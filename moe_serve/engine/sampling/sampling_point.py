@@ -15,8 +15,8 @@ from moe_serve.engine.request.sequence import Sequence
 class SamplingPoint(msgspec.Struct, frozen=True, gc=False):
     """A position of a sequence at which a token is sampled.
 
-    All that samplers and masks know of the answer is its history: the tokens before the position.
-    Tokens at the position or behind it, which a sequence may have too, change nothing.
+    Samplers and masks only read the answer's history: the tokens before the position. The sequence
+    may also have tokens at the position or behind it; they change nothing.
 
     A msgspec struct, as one is made per sampled token.
     """

@@ -38,7 +38,7 @@ class ArenaDisk:
         page_size: int,
         clock: Clock,
     ) -> None:
-        """`slots`: the arena's memory, [slots, bytes of a slot]. `page_size`: in tokens."""
+        """`slots` is the arena's memory, [slots, bytes of a slot], and `page_size` is in tokens."""
         self._arena, self._slots, self._store, self._clock = arena, slots, store, clock
         self._page_size = page_size
         self._loads = StoreLoads(store, page_size, slots.shape[1], clock)
@@ -66,8 +66,9 @@ class ArenaDisk:
         return self._loads.awaits(sequence)
 
     def begin_load(self, sequence: Sequence, num_found: int, keys: list[bytes]) -> bool:
-        """Begins to load the pages of `keys` into slots. `num_found`: pages before them, in the
-        cache or in slots. Returns whether the sequence should wait."""
+        """Begins to load the pages of `keys` into slots. `num_found` pages before them are in the
+        cache or in slots. Returns whether the sequence should wait.
+        """
         return self._loads.begin(sequence, num_found, keys)
 
     def update(self) -> None:
@@ -77,12 +78,14 @@ class ArenaDisk:
             self.hand_over()
 
     def hand_over(self) -> None:
-        """Copies filled slots for the store, while it has room. Ranks may run a step meanwhile."""
+        """Copies filled slots for the store, as long as it has room. Ranks may run a step
+        meanwhile.
+        """
         for _ in range(min(_PAGES_PER_TURN, len(self._filled), self._store.room)):
             key, parent_key = self._filled.popleft()
             slot = self._arena.slot_of(key)
             if slot is None:
-                self._num_dropped += 1  # evicted before
+                self._num_dropped += 1  # evicted meanwhile
             elif not self._store.has(key):
                 data = self._store.buffer()
                 data[:] = self._slots[slot]

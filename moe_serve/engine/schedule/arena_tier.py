@@ -1,9 +1,9 @@
 """Keeps copies of one rank's pages in an arena, and starts sequences with pages from there.
 
 Copies are made by the rank, in the order of its messages: a saved page is copied before it is used
-again, and a loaded one is there before a step reads it. Nothing waits. A copy counts once a later
-step of the rank has ended. A rank without a step is told to copy at once, so that nothing that was
-computed stays in its pages only. With a disk behind the arena, a sequence may wait until pages are
+again, and a loaded one is there before a step reads it. Nothing waits for a copy: it counts once a
+later step of the rank has ended. A rank without a step is told to copy at once, so that no computed
+page exists only on that rank. With a disk behind the arena, a sequence may wait until pages are
 read into slots.
 """
 
@@ -56,8 +56,9 @@ class ArenaTier(KVTier):
         give_after_s: float,
         disk: ArenaDisk | None = None,
     ) -> None:
-        """`give_after_s`: how often running sequences give their full pages. `disk`: the store
-        behind the arena, for all ranks."""
+        """`give_after_s` is the time after which running sequences give their full pages. `disk` is
+        the store behind the arena, for all ranks.
+        """
         self._disk, self._times = disk, None if disk is None else disk.step_times()
         self._cache, self._arena, self._copies, self._clock = cache, arena, copies, clock
         self._give_after_s, self._next_give = give_after_s, clock() + give_after_s
@@ -190,8 +191,9 @@ class ArenaTier(KVTier):
             self._finish_copies()
 
     def _finish_copies(self) -> None:
-        """Makes the rank do the copies that were ordered, and waits for their end. Raises
-        ExecutorLostError."""
+        """Makes the rank finish the copies that were ordered, and waits for them. Raises
+        ExecutorLostError.
+        """
         if self._saving:
             self._copies.finish(self._saving[-1].page)
             self._settle()

@@ -11,7 +11,8 @@ from moe_serve.engine.request.sequence import Schedule, Sequence
 
 class KVTier:
     """The tier of an engine that keeps pages only in its cache, and the base class of other tiers.
-    It is used on the engine's thread; only `stats` may be called from any thread."""
+    Use it on the engine's thread; only `stats` may be called from any thread.
+    """
 
     @property
     def has_work(self) -> bool:
@@ -25,8 +26,9 @@ class KVTier:
 
     @property
     def is_behind(self) -> bool:
-        """Returns whether `update` has pages to hand over. The next step is then scheduled and not
-        sent ahead, as `update` comes with a schedule only."""
+        """Returns whether `update` has pages to hand over. The next step must then be scheduled,
+        not sent ahead, because only scheduling calls `update`.
+        """
         return False
 
     def entered(self, page: int, key: bytes, parent_key: bytes) -> None:
@@ -37,8 +39,10 @@ class KVTier:
         return False
 
     def begin_load(self, sequence: Sequence, found: list[int]) -> bool:
-        """Begins to load the pages behind those that the cache has for a sequence that could start.
-        Returns whether it should wait for them. Pages that need no load join `found`."""
+        """Begins to load the pages that follow the cached ones of a sequence that could start.
+        Returns whether the sequence should wait for them. Pages that need no load are added to
+        `found`.
+        """
         return False
 
     def update(self) -> None:

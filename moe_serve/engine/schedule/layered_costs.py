@@ -32,7 +32,7 @@ class LayeredCosts:
     top_k: int
     read_rows: float  # r
     dense_rows: float  # d
-    num_attention_ranks: int = 1  # whose rows meet at the experts
+    num_attention_ranks: int = 1  # attention ranks whose rows meet at the experts
 
     @classmethod
     def of(cls, spec: ModelSpec, device: str, num_attention_ranks: int = 1) -> LayeredCosts | None:

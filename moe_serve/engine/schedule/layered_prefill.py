@@ -1,7 +1,7 @@
 """Decides which prompts pass the model in groups of layers instead of chunks of tokens.
 
-A group costs what the chunk would cost that the step's budget allows, so a budget means the same
-seconds with both (`layered_costs.py`).
+A group costs as much as the chunk that the step's budget would allow, so a budget means the same
+time with both (`layered_costs.py`).
 """
 
 from __future__ import annotations
@@ -56,11 +56,13 @@ class LayeredPrefill:
         parked_bytes: int,
         state_bytes: int,
     ) -> None:
-        """With `costs` None every prompt is cut into chunks. `state_bytes`: of a token's state."""
+        """With `costs` None every prompt is cut into chunks. `state_bytes` is the size of a token's
+        state.
+        """
         self._costs, self._is_always = None if mode == "off" else costs, mode == "on"
         self._most = min(_MOST_TOKENS, parked_bytes // (_STATES * max(1, state_bytes)))
         self._parked: Sequence | None = None
-        self._saved = 0.0  # budget of the steps in which the parked prompt had too little
+        self._saved = 0.0  # unused budget of steps in which it was too small for the parked prompt
         self._ranges: dict[int, LayerRange] = {}
         self._spent: dict[int, int] = {}
 
@@ -118,7 +120,9 @@ class LayeredPrefill:
             return _ONE_TOKEN
         joint = sequence.num_joint_tokens
         count = min(joint, budget)
-        is_cut = joint < sequence.num_pending_tokens  # it computes again what hid different pages
+        is_cut = (
+            joint < sequence.num_pending_tokens
+        )  # it recomputes tokens that saw different pages
         if self._costs is None or budget <= 0 or is_cut:
             return Share(count, count)
         if not sequence.num_parked_tokens:
@@ -202,8 +206,9 @@ class LayeredPrefill:
     def _tokens_together(
         self, costs: LayeredCosts, sequence: Sequence, budget: int, num_rows: int
     ) -> int:
-        """Returns how many tokens of a prompt pass the layers together; 0: it is cut into
-        chunks."""
+        """Returns how many tokens of a prompt pass the layers together; 0 if it is cut into
+        chunks.
+        """
         pending = sequence.num_pending_tokens
         chunked = costs.chunked(pending, budget, num_rows)
         most_cost = float("inf") if self._is_always else (1 - _LEAST_GAIN) * chunked

@@ -5,14 +5,14 @@
 
 The run is loaded if t_load, with a margin, is below t_compute. Both rates are averages of what this
 server measured: the read rate of its loads, and the time of steps that mostly read prompts. Before
-the first measurement a run is loaded. While loading does not pay, a small load now and then
-measures the rate again, for which nothing waits.
+the first measurement a run is loaded. While loading does not pay, a small load measures the rate
+again from time to time, and no request waits for it.
 
 A load may be slower than expected. After a fourteenth of the time that computing would take, the
 pages read so far tell how long the rest will take, and a request that would compute faster does so.
-It keeps the pages that were read, so a wrong choice costs little. A request that cannot tell yet
-waits at most as long as it would compute. The store has longer: only after the deadline it counts
-as one that hangs.
+It keeps the pages that were read, so a wrong choice costs little. Before anything was read, a
+request waits at most as long as it would compute. The store counts as hanging only after a longer
+deadline.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ _LEAST_PROMPT_SHARE = 0.8  # of a step's tokens, for the step to count as readin
 _LEAST_TOKENS = 32
 _DEADLINE_FACTOR, _LEAST_DEADLINE_S, _MOST_DEADLINE_S = 4.0, 0.25, 5.0
 _FIRST_DEADLINE_S = 1.0  # at least, before it is known what computing takes
-_LEAST_PATIENCE_S = 0.02  # threads may wait so long for their turns
+_LEAST_PATIENCE_S = 0.02  # time for which threads may have to wait for their turns
 _SEEN_SHARE, _UNSEEN_SHARE = 0.07, 0.25  # of computing, until a load is judged; if nothing is read
 _FIRST_RATE = 100e6  # bytes/s, for the deadline of the first load
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The choice between loading and computing, how long a request waits for a load, how long one
-    may take before the store counts as one that hangs, and how long computing takes."""
+    """The choice between loading and computing, how long a request waits for a load, after which
+    time the store counts as hanging, and how long computing takes.
+    """
 
     is_load: bool
     patience_s: float
@@ -74,7 +75,9 @@ class LoadOrCompute:
             self.read_rate = 1 / _average(old, max(seconds, 1e-9) / num_bytes, weight)
 
     def replace_read_rate(self, num_bytes: int, seconds: float) -> None:
-        """Notes a load that says more than all before: a probe, or one that was given up."""
+        """Notes a load that replaces all earlier measurements: a probe, or a load that was given
+        up.
+        """
         if num_bytes:
             self.read_rate = num_bytes / max(seconds, 1e-9)
 

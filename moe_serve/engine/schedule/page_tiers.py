@@ -52,7 +52,7 @@ class PageTiers(KVTier):
         clock: Clock,
         give_after_s: float = 2.0,
     ) -> None:
-        """`give_after_s`: how often running sequences give their full pages."""
+        """`give_after_s` is the time after which running sequences give their full pages."""
         self._give_after_s, self._next_give = give_after_s, clock() + give_after_s
         self._cache, self._store, self._pages, self._clock = cache, store, pages, clock
         self.loads = StoreLoads(store, cache.page_size, pages.num_bytes, clock)
@@ -105,7 +105,7 @@ class PageTiers(KVTier):
         return int(self._due) if self._due >= min(_TOGETHER, num_fresh) else 0
 
     def _hand_over(self, most: int) -> None:
-        """Copies some pages for the store, while it has room."""
+        """Copies some pages for the store, as long as it has room."""
         for _ in range(min(most, _PAGES_PER_STEP, len(self._fresh), self._store.room)):
             page, key, parent_key = self._fresh.popleft()
             if self._cache.tree.find(key) == page and not self._store.has(key):

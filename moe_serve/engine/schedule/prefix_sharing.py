@@ -35,8 +35,9 @@ class PrefixSharing:
         make_tier: MakeTier | None = None,
         window: int | None = None,
     ) -> None:
-        """`make_tier` makes the tier that receives the pages that sequences give. `window`: see
-        `free_behind_window`; None: the model looks at all tokens."""
+        """`make_tier` makes the tier that receives the pages that sequences give. For `window` see
+        `free_behind_window`; with None the model looks at all tokens.
+        """
         self._window = window
         self._cache, self._identity, self._finite_pages = cache, model_identity, finite_pages
         self._page_size = cache.page_size
@@ -47,8 +48,9 @@ class PrefixSharing:
 
     @property
     def is_due(self) -> bool:
-        """Returns whether running sequences should give their full pages now, to a tier or so that
-        others are told of them."""
+        """Returns whether running sequences should give their full pages now, to a tier or for
+        others to use.
+        """
         return self.tier.is_due or self._cache.listener.is_due
 
     def register(self, sequence: Sequence) -> None:
@@ -237,7 +239,7 @@ class PrefixSharing:
             num_kept -= 1
         num_computed = min(num_tokens, num_kept * size)
         if num_computed < sequence.num_computed_tokens:
-            self.stop_computing(sequence)  # others need not wait longer than they would have
+            self.stop_computing(sequence)  # others need not wait longer than before
             sequence.num_computed_tokens = num_computed
             sequence.num_shared_pages = min(sequence.num_shared_pages, num_kept)
             sequence.num_found_pages = min(sequence.num_found_pages, num_kept)
@@ -250,13 +252,14 @@ class PrefixSharing:
         """Takes back the pages that lie behind the window of a running sequence's next token, when
         pages run out. Returns those that are now free.
 
-        The tree cannot lack a page before one that it has. So all pages of the sequence leave it,
-        if no other one uses them, and what the sequence computes later is not shared.
+        The tree needs every page before a page that it has. So all pages of the sequence leave the
+        tree, unless another sequence uses them, and the sequence shares nothing that it computes
+        later.
         """
         freed: list[int] = []
         for sequence in running if self._window is not None else ():
             if sequence.kv_window is not None:
-                continue  # it gives pages back by a rule of its own
+                continue  # it gives pages back by its own rule
             num_hidden = sequence.num_computed_tokens + 1 - (self._window or 0)
             behind = [p for p in sequence.page_table[: max(0, num_hidden) // self._page_size] if p]
             if not behind or not self._cache.withdraw(
@@ -296,9 +299,10 @@ class PrefixSharing:
         return freed
 
     def _detach(self, sequence: Sequence, first: int, room: int) -> bool:
-        """Replaces pages from index `first` on that others can see with copies, last first. Without
-        room for one, take all out of the tree if no other sequence uses them. Returns True if the
-        sequence owns these pages now."""
+        """Replaces the pages from index `first` on that others can see with copies, the last one
+        first. If there is no room for a copy, takes all of them out of the tree, unless another
+        sequence uses them. Returns True if the sequence owns these pages now.
+        """
         if not sequence.is_detached:
             self.give([sequence])
             self.stop_computing(sequence)
@@ -315,8 +319,7 @@ class PrefixSharing:
         return is_own
 
     def _undo_copies(self, sequence: Sequence) -> None:
-        """Puts shared pages back into the table of a sequence, as it ends before they are
-        copied."""
+        """Puts shared pages back into the table of a sequence that ends before they are copied."""
         place = {page: index for index, page in enumerate(sequence.page_table)}
         for source, target in [pair for pair in self._copies if pair[1] in place]:
             self._copies.remove((source, target))
@@ -329,7 +332,7 @@ class PrefixSharing:
         return any(s.hidden_pages(s.num_tokens) and not s.owns_pages for s in sequences)
 
     def stop_computing(self, sequence: Sequence) -> None:
-        """Records that the sequence will give no more pages, so nothing waits for them."""
+        """Records that the sequence will give no more pages, so that nothing waits for them."""
         for key in sequence.page_keys[sequence.num_shared_pages + 1 :]:
             if self._computing.get(key) == sequence.id:
                 del self._computing[key]
@@ -338,7 +341,7 @@ class PrefixSharing:
         """Asserts that only running sequences are waited for, and that shared pages are in the
         tree."""
         lost = set(self._computing.values()) - {s.id for s in running}
-        assert not lost, f"sequences {lost} do not run and are waited for"
+        assert not lost, f"sequences {lost} do not run, but others wait for their pages"
         for sequence in running:
             shared = sequence.page_table[: sequence.num_shared_pages]
             keys = sequence.page_keys[1 : sequence.num_shared_pages + 1]

@@ -77,7 +77,9 @@ class Reservations:
         assert sequence.id not in self._open, f"sequence {sequence.id} has a reservation"
         cache, size = self._cache, self._size
         keys, found = self._keys_of(sequence), list[int]()
-        is_seen = list(map(bool, sequence.page_table))  # not: behind a window, and given back
+        is_seen = list(
+            map(bool, sequence.page_table)
+        )  # but not pages behind a window, which were given back
         if keys and not sequence.is_detached and all(is_seen):
             found = cache.find(keys[1 : 1 + sequence.num_plain(sequence.num_tokens - 1) // size])
         num_pages = -(-(sequence.num_tokens + 1) // size)
@@ -96,7 +98,8 @@ class Reservations:
 
     def _keys_of(self, sequence: Sequence) -> list[bytes]:
         """Returns the root key and the keys of the full pages of a sequence that another engine
-        has; empty: nothing is shared here."""
+        has; empty if nothing is shared here.
+        """
         keys, size = self._sharing.root_of(sequence), self._size
         if not keys:
             return []
@@ -120,8 +123,9 @@ class Reservations:
         return max(0, num_pages - len(reservation.table))
 
     def close(self, reservation: Reservation, *, keeps_pages: bool) -> list[int]:
-        """Ends a reservation whose sequence does not arrive. `keeps_pages`: full pages that have
-        arrived join the tree. Returns the freed pages that may hold anything."""
+        """Ends a reservation whose sequence does not arrive. With `keeps_pages`, full pages that
+        have arrived join the tree. Returns the freed pages whose contents are undefined.
+        """
         del self._open[reservation.sequence.id]
         sequence = reservation.sequence
         if keeps_pages and sequence.is_sound and not sequence.is_detached:
@@ -132,8 +136,10 @@ class Reservations:
         return [page for page in freed if page in unproven]
 
     def take(self, reservation: Reservation, hidden: Collection[int]) -> list[int]:
-        """Ends a reservation as its sequence runs here from now on, with its pages. `hidden`: the
-        places of pages that it no longer sees. Returns the freed pages that may hold anything."""
+        """Ends a reservation whose sequence runs here from now on, with its pages. `hidden` has the
+        places of pages that it no longer sees. Returns the freed pages whose contents are
+        undefined.
+        """
         sequence, table = reservation.sequence, reservation.table
         needed = range(reservation.num_shared, -(-sequence.num_computed_tokens // self._size))
         lost = set(needed) - reservation.arrived
@@ -146,7 +152,7 @@ class Reservations:
         if sequence.is_detached or lost:
             sequence.num_shared_pages = sequence.num_found_pages = 0
             if not sequence.is_detached:
-                sequence.page_keys = []  # the tree cannot lack a page before one that it has
+                sequence.page_keys = []  # the tree needs every page before a page that it has
         else:
             if sequence.is_sound:
                 self._enter(reservation, sequence.num_plain(sequence.num_computed_tokens))
@@ -167,7 +173,7 @@ class Reservations:
         return kept
 
     def drop(self, kept: Reservation) -> list[int]:
-        """Lets go of kept pages; those of the tree stay there. Returns the freed ones."""
+        """Releases kept pages; those of the tree stay there. Returns the freed ones."""
         del self._kept[kept.sequence.id]
         return self._cache.release([page for page in kept.table if page])
 
@@ -180,7 +186,7 @@ class Reservations:
         return True
 
     def forget(self) -> None:
-        """Drops everything, as the pages are lost."""
+        """Drops everything because the pages are lost."""
         self._open, self._kept = {}, {}
 
     @property

@@ -3,9 +3,9 @@
 Prompts and answers follow one rule: every running sequence has tokens that are not computed yet,
 and a step computes some of them under a token budget. Sequences with one token left (decode) go
 first, then prompts that are being read, then waiting sequences. `Urgency` decides the order of each
-kind. A running sequence is never put back for a more urgent one. When pages run out, the least
-urgent running sequence gives its pages back and waits, ahead of all equally urgent ones, to be
-computed again.
+kind. Without service tiers, a running sequence is never put back for a more urgent one. When pages
+run out, the least urgent running sequence gives its pages back and waits, ahead of all equally
+urgent ones, to be computed again.
 
 A sequence starts with its cached tokens. If a running sequence is computing its next page, it waits
 for that page, and those behind it may start first. The batch policy may also let others go first,
@@ -47,7 +47,9 @@ class Scheduler:
         layered: LayeredPrefill | None = None,
         urgency: Urgency | None = None,
     ) -> None:
-        """`urgency` replaces the configured rule. `service`: with tiers; `layered`: not chunks."""
+        """`urgency` replaces the configured rule. `service` is there with service tiers, and
+        `layered` if prompts may pass groups of layers instead of chunks.
+        """
         self._config, self.cache, self.sharing, self.policy = config, cache, sharing, policy
         self.service, self.tier, self._clock = service, sharing.tier, clock
         if urgency is None:
@@ -202,8 +204,9 @@ class Scheduler:
         return chosen
 
     def _serve(self, line: Iterable[Sequence], budget: int, most: int, chosen: Schedule) -> int:
-        """Gives running sequences their tokens and pages, as far as the budget allows. Returns what
-        is left of it. `most`: the budget of the whole step."""
+        """Gives running sequences their tokens and pages, as far as the budget allows. Returns the
+        rest of the budget. `most` is the budget of the whole step.
+        """
         num_preempted = self.num_preemptions
         for sequence in line:
             share = self.layered.share(sequence, budget, chosen)
@@ -223,7 +226,9 @@ class Scheduler:
             self._preempt(victim, {})
 
     def step_ended(self, num_tokens: int) -> None:
-        """Notes the end of the last step. `num_tokens`: those computed since the start."""
+        """Notes the end of the last step. `num_tokens` counts the tokens computed since the
+        start.
+        """
         self.step_tokens.count_to(num_tokens)
         self.tier.step_ended()
         if self.service is not None:
@@ -278,7 +283,7 @@ class Scheduler:
         """Allocates pages for `count` more tokens, preempting the least urgent. Returns False if
         that is the sequence itself."""
         if not sequence.is_running:
-            return False  # preempted a moment ago
+            return False  # preempted just now
         needed = sequence.num_missing_pages(sequence.num_computed_tokens + count)
         if needed <= 0:
             return True
@@ -318,12 +323,16 @@ class Scheduler:
         sequence.is_running = False
 
     def take_unproven_pages(self) -> list[int]:
-        """Returns freed pages whose values no sampled token has proven, so they may hold NaNs."""
+        """Returns freed pages whose values no sampled token has proven, so they may hold NaNs.
+
+        Not those that are in the tree by now: they were filled, or are ordered to be filled, with a
+        page of a tier, and clearing them would come after that.
+        """
         pages, self._unproven_pages = self._unproven_pages, []
-        return pages
+        return [page for page in pages if page not in self.cache.tree]
 
     def add_unproven(self, pages: Iterable[int]) -> None:
-        """Adds freed pages that may hold anything."""
+        """Adds freed pages whose contents are undefined."""
         self._unproven_pages += pages
 
     def _release(self, sequence: Sequence) -> None:

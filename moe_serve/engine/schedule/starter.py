@@ -20,7 +20,7 @@ from moe_serve.engine.schedule.waiting_queue import Skipped, WaitingQueue
 
 @dataclass(slots=True)
 class _Examined:
-    """The waiting sequences of one group that could have started, by what became of them."""
+    """The waiting sequences of one group that could have started, by outcome."""
 
     started: list[Sequence] = field(default_factory=list)
     awaiting: list[Sequence] = field(default_factory=list)
@@ -30,8 +30,8 @@ class _Examined:
 class Starter:
     """Moves sequences from `waiting` to `running`, which belong to a scheduler.
 
-    `is_strict`: less urgent sequences start only when no more urgent one waits. Otherwise one that
-    waits for a page that is being computed holds back no other.
+    With `is_strict`, less urgent sequences start only when no more urgent one waits. Otherwise a
+    sequence that waits for a page that is being computed holds back no other.
     """
 
     def __init__(
@@ -59,8 +59,9 @@ class Starter:
         return self._reservations.has_seat
 
     def admit(self, budget: int, chosen: Schedule, until: float = math.inf) -> int:
-        """Start waiting sequences and return the budget that is left. `until`: see
-        `Urgency.groups`."""
+        """Starts waiting sequences and returns the rest of the budget. For `until` see
+        `Urgency.groups`.
+        """
         if not (self._waiting and budget and self.has_seat):
             return budget
         self._sharing.give(self._running)  # make the last steps' pages visible
@@ -127,7 +128,7 @@ class Starter:
         self.join(sequence)
 
     def join(self, sequence: Sequence) -> None:
-        """Lets a sequence run that has its pages."""
+        """Lets a sequence that has its pages run."""
         self._running.append(sequence)
         sequence.is_running = True
         self._policy.started(sequence)

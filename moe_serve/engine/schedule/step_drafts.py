@@ -30,7 +30,7 @@ class StepDrafts:
         self.running: Mapping[int, Draft] = NO_DRAFTS  # by sequence id
         self._begun_at = self._ended_at = clock()
         self._extended: set[int] = set()  # sequences with pages behind their next token
-        self._resting: set[int] = set()  # sequences that were spoiled: their next step has no draft
+        self._resting: set[int] = set()  # spoiled sequences, whose next step has no draft
         self._quiet: frozenset[int] = frozenset()  # sequences of a pause, in which none has a draft
         self._num_quiet = self._num_left = 0  # ended and remaining steps of the pause
         self._has_chosen = False  # in the running step
@@ -83,8 +83,10 @@ class StepDrafts:
         return replace(plan, num_guesses=num_guesses) if num_guesses else plan
 
     def _give_pages(self, sequence: Sequence, num_drafted: int) -> int:
-        """Gives a scheduled sequence pages for drafted tokens behind its next one. Returns for how
-        many there is room: no page is taken from the prefix cache or from another sequence."""
+        """Gives a scheduled sequence pages for drafted tokens behind its next one. Returns the
+        number of tokens for which there is room. No page is taken from the prefix cache or from
+        another sequence.
+        """
         cache, end = self._scheduler.cache, sequence.num_tokens + num_drafted
         missing = min(max(0, sequence.num_missing_pages(end)), cache.num_free)
         if missing:

@@ -31,8 +31,9 @@ class _BegunService:
 
 
 class StepService:
-    """The service of one engine. `is_lockstep`: a coordinator steps several engines and measures
-    their steps; otherwise this engine does."""
+    """The service of one engine. With `is_lockstep`, a coordinator steps several engines and
+    measures their steps; otherwise this engine measures its own.
+    """
 
     def __init__(
         self, state: ServiceState, engine: int, page_size: int, *, is_lockstep: bool
@@ -175,7 +176,7 @@ class StepService:
         num_new, self._num_tokens = num_tokens - self._num_tokens, num_tokens
         self._running = running
         if begun is not None:
-            is_typical = num_new == begun.num_tokens  # otherwise it failed, or it had drafts
+            is_typical = num_new == begun.num_tokens  # otherwise the step failed, or it had drafts
             if self._is_lockstep:
                 self.state.add_rows(begun.rows, is_typical=is_typical)
             elif is_typical:
@@ -186,8 +187,9 @@ class StepService:
         self.queue.step_ended(running, has_work=has_work)
 
     def got_tokens(self, sequence: Sequence, reason: FinishReason | None) -> None:
-        """Notes that a sequence got tokens, and why it ended, if it did. Of those between the first
-        and the last token nothing is noted, unless its answer has become a runaway."""
+        """Notes that a sequence got tokens, and why it ended, if it did. Tokens between the first
+        and the last one are not noted, unless the answer has become a runaway.
+        """
         standing = sequence.standing
         if standing is None:
             return
@@ -220,8 +222,9 @@ class StepService:
         return sum(self.forecast_s(sequence, sequence.num_tokens))
 
     def forecast_s(self, sequence: Sequence, num_left: int) -> tuple[float, float]:
-        """Predicts the seconds until a sequence that would wait here is read, and those in which
-        it is. `num_left`: its tokens that are not cached here."""
+        """Predicts the seconds until the reading of a sequence that would wait here begins, and
+        those that the reading takes. `num_left` of its tokens are not cached here.
+        """
         state, request, standing = self.state, sequence.request, sequence.standing
         service = request.service
         if standing is None:

@@ -22,7 +22,9 @@ from moe_serve.engine.schedule.load_or_compute import Decision, LoadOrCompute
 _log = logging.getLogger(__name__)
 
 _MOST_LATE = 3  # times in turn that loads took until their deadline: the store is switched off
-_MOST_LOADS = 2  # of one sequence: pages that are evicted at once are not read for ever
+_MOST_LOADS = (
+    2  # most loads of one sequence, so that pages that are evicted at once are not read for ever
+)
 _WAIT_S = 0.005  # for the store, while nothing else is to be done
 _CLOSE_S = 10.0  # for pages that are not stored yet, at the end
 _LEAST_ENTERED = 16  # fewer pages of a running load are not handed over
@@ -74,7 +76,7 @@ class StoreLoads:
         if sequence.started_at is None and not sequence.num_tier_loads:
             self._num_queried += sequence.num_tokens - num_found * size
         if self._hanging or sequence.num_tier_loads >= _MOST_LOADS:
-            return False  # the store does not answer, or what it loaded was evicted at once
+            return False  # the store does not answer, or the loaded pages were evicted at once
         if keys and keys[0] in self._awaited:
             sequence.awaited_key = keys[0]
             return True
@@ -100,7 +102,7 @@ class StoreLoads:
         of earlier calls, where the sequence finds them, and returns their number. `is_gradual`: it
         also gets pages of running loads."""
         if not (self._loads or self._late):
-            return  # most steps: nothing was asked
+            return  # most steps: no load was begun
         for load, done in itertools.chain(self._take_done(), self._give_up_slow()):
             self._enter(enter, load, done.pages[load.num_entered :])
         if is_gradual:
@@ -131,8 +133,7 @@ class StoreLoads:
             self._store.wait(_WAIT_S)
 
     def stats(self) -> TierStats:
-        """Returns the store's figures, together with those of the loads that were not asked of
-        it."""
+        """Returns the store's figures together with those of the loads that never reached it."""
         stats = self._store.stats()
         return replace(
             stats,
@@ -176,7 +177,7 @@ class StoreLoads:
         for done in self._store.take_done():
             self._hanging.discard(done.job)
             if self._late.pop(done.job, None) is not None:
-                continue  # noted when it was given up; the sequence computes already
+                continue  # already noted when it was given up: the sequence computes
             load = self._loads.pop(done.job)
             if load.is_probe:
                 self.rule.replace_read_rate(done.num_bytes, done.seconds)
@@ -219,7 +220,7 @@ class StoreLoads:
         hanging = {number for number, load in self._late.items() if now > load.deadline}
         is_new, self._hanging = bool(hanging) and not self._hanging, hanging
         if not is_new or all(self._late[number].is_probe for number in hanging):
-            return  # several loads that are late together are late once
+            return  # several loads that are late together count once
         self._num_late += 1
         if self._num_late == _MOST_LATE:
             why = f"loads were late {_MOST_LATE} times in turn"

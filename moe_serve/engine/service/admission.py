@@ -81,12 +81,14 @@ class Admission:
         factors: Callable[[str, float], Factors],
         clock: Clock,
     ) -> None:
-        """`priority_s`: seconds by which one level of priority moves the deadline. `default_s`: the
-        target of a request without one. `factors`: corrects the forecasts of a tier; read from any
-        thread."""
+        """`priority_s` is the number of seconds by which one level of priority moves the deadline.
+        `default_s` is the target of a request without one. `factors` corrects the forecasts of a
+        tier and may be called from any thread.
+        """
         self._order, self._priority_s, self._default_s = order, priority_s, default_s
         self._factors, self._clock = factors, clock
         self._ends_at: dict[int, float] = {}  # by engine: the predicted end of its last step
+        self._num_steps: Counter[int] = Counter()  # by engine: steps begun since its snapshot
         self._snapshots: Mapping[int, QueueSnapshot] = {}  # by engine; replaced, never changed
         self._closed: set[int] = set()  # cells that take no requests
         self._closed_engines: set[int] = set()  # likewise
@@ -94,24 +96,28 @@ class Admission:
         self._refused: Counter[str] = Counter()
 
     def step_begun(self, engine: int, now: float, seconds: float, *, is_ahead: bool) -> None:
-        """Notes that an engine has begun a step; `is_ahead`: it begins when the one under way
-        ends."""
+        """Notes that an engine has begun a step. With `is_ahead` it begins when the running step
+        ends.
+        """
         begins_at = max(now, self._ends_at.get(engine, now)) if is_ahead else now
         self._ends_at[engine] = begins_at + seconds
+        self._num_steps[engine] += 1
 
     def _rest_s(self, engine: int, at_s: float | None) -> float:
-        """Returns the seconds until the step under way ends, as predicted at its beginning."""
+        """Returns the seconds until the running step ends, as predicted at its beginning."""
         now = self._clock() if at_s is None else at_s
         return max(0.0, self._ends_at.get(engine, now) - now)
 
     def publish(self, engine: int, snapshot: QueueSnapshot) -> None:
         """Replaces the snapshot of an engine."""
+        self._num_steps[engine] = 0
         self._snapshots = {**self._snapshots, engine: snapshot}
 
     def withdraw(self, engine: int) -> None:
         """Drops the snapshot of an engine that is lost."""
         self._snapshots = {key: each for key, each in self._snapshots.items() if key != engine}
         self._ends_at.pop(engine, None)
+        del self._num_steps[engine]
         self._closed_engines.discard(engine)
 
     def set_engine_open(self, engine: int, *, is_open: bool) -> None:
@@ -171,8 +177,9 @@ class Admission:
         if not snapshots:
             return None
         raw_s, turns = math.inf, _CellTurns.of([*snapshots.values()])
-        for engine, snapshot in snapshots.items():
+        for engine, published in snapshots.items():
             rest_s = self._rest_s(engine, at_s)
+            snapshot = published.after(self._num_steps[engine])
             found_s = self._in_order_s(snapshot, num_prompt_tokens, turns)
             if found_s is None or rest_s + found_s > self.slack_s(service, priority):
                 found_s = self._by_key_s(snapshot, service, num_prompt_tokens, priority, turns)
@@ -260,9 +267,10 @@ class Admission:
         return lambda ages: np.maximum(keys_at(ages), behind - ages)
 
     def entered(self, turn: int, num_prompt_tokens: int, cell: int = 0) -> float | None:
-        """Notes that a request has reached an engine of a cell in a turn; the cell's next snapshot
-        will include it. Returns its forecast without correction; None if it was not accepted here,
-        or was accepted long ago."""
+        """Notes that a request has reached an engine of a cell in a turn, so that the cell's next
+        snapshot includes it. Returns its forecast without correction, or None if it was not
+        accepted here or long ago.
+        """
         for each in tuple(self._accepted):
             if each.cell is None and each.num_tokens == num_prompt_tokens:
                 each.cell, each.turn = cell, turn
@@ -290,8 +298,9 @@ class Admission:
 
 
 def _refusal(raw_s: float, factor: float, target_s: float) -> Refusal:
-    """Names the time after which the forecast fits, as the queue becomes shorter by a second in
-    each second."""
+    """Builds the refusal. It names the time after which the forecast would fit, because the queue
+    becomes shorter by a second in each second.
+    """
     return Refusal(
         predicted_ttft_s=raw_s * factor,
         target_ttft_s=target_s,
@@ -300,7 +309,8 @@ def _refusal(raw_s: float, factor: float, target_s: float) -> Refusal:
 
 
 def _first_target_s(service: Service) -> float | None:
-    """Returns the target that the first token must keep: its own, else that of the whole answer,
-    which is certainly missed if not even the first token comes in time."""
+    """Returns the target of the first token, or else that of the whole answer, which is certainly
+    missed if the first token is late.
+    """
     targets = service.targets
     return targets.ttft_s if targets.ttft_s is not None else targets.e2e_s

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ _EMPTY, _NOW = np.zeros(0), np.zeros(1)
 # Moments of its waiting at which the newcomer is looked at: multiples of the wait without arrivals.
 _GRID = np.concatenate([[0.0], np.geomspace(0.25, 256.0, 41)])
 _LEAST_WAIT_S = 1e-3
-_MIDDLE = 0.3  # of an end: half of all times, the n-th end is that of at most n - 0.3 expected ones
+_MIDDLE = 0.3  # the median of the n-th end: it comes when about n - 0.3 ends are expected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +60,23 @@ class QueueSnapshot:
     share: float = 1.0  # of the arrivals that come to this engine
     # Tier and tenant that have had more than their share -> the key behind the others of the tier.
     behind: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+    def after(self, num_steps: int) -> QueueSnapshot:
+        """Returns what a newcomer finds some steps later, if nothing came or started: running
+        answers are longer, prompts are read on, and those that wait are more urgent."""
+        if not num_steps:
+            return self
+        waited_s, read = num_steps * self.usual_step_s, num_steps * self.budget
+        order = np.argsort(self.reading_keys, kind="stable")
+        whole, left = self.reading_left[order], np.empty_like(self.reading_left)
+        left[order] = np.minimum(whole, np.maximum(0.0, np.cumsum(whole) - read))
+        return replace(
+            self,
+            remaining=None if self.remaining is None else self.remaining.after(num_steps),
+            keys=np.maximum(self.keys - waited_s, self.floors),
+            reading_keys=self.reading_keys - waited_s,
+            reading_left=left,
+        )
 
     def first_token_s(
         self,
@@ -99,15 +116,19 @@ class QueueSnapshot:
     def _near_s(
         self, num_tokens: float, key: float, num_more: float, num_more_tokens: float
     ) -> float | None:
-        """Foresees the next steps; None: the first token comes after them."""
+        """Predicts from the next steps; None if the first token comes after them."""
         waits_first, reads_first = self._go_first(num_tokens, key)
-        being_read = float(self.reading_left[reads_first].sum())
-        ahead = float(self.num_left[waits_first].sum()) + being_read + num_more_tokens
-        all_left = float(self.num_left.sum()) + float(self.reading_left.sum()) + num_more_tokens
-        lacking = float(np.count_nonzero(waits_first)) + num_more + 1 - self.num_free_seats
+        ahead = float(self.num_left[waits_first].sum()) + num_more_tokens
+        ahead += float(self.reading_left[reads_first].sum())
+        behind = float(self.reading_left[~reads_first].sum())
+        num_first = float(np.count_nonzero(waits_first)) + num_more
+        lacking = num_first + 1 - self.num_free_seats
+        if lacking < 0 and not waits_first.all():  # others have seats, too, and fill the steps
+            seated = min(1.0, -lacking / np.count_nonzero(~waits_first))
+            behind += seated * float(self.num_left[~waits_first].sum())
         requests, tokens = self.arrivals.per_s(np.array([key]))
         per_s = float(requests[0]) * self.share, float(tokens[0]) * self.share
-        return self._stepwise_s(num_tokens, ahead, all_left - ahead, lacking, per_s)
+        return self._stepwise_s(num_tokens, ahead, behind, lacking, per_s)
 
     def _stepwise_s(
         self, own: float, ahead: float, behind: float, lacking: float, per_s: tuple[float, float]

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from moe_serve.engine.request.service_stats import ForecastError
 
 _NUM_RECENT = 256
-_NUM_NEEDED = 20  # before that the factors are guesses
+_NUM_NEEDED = 20  # comparisons before which the factors are guesses
 _NUM_NEAREST = 64  # comparisons that correct one forecast
 _LEAST_S = 0.001
 _EVERY = 8  # comparisons after which they count
-_LATER = 1.25  # times as late as it was when it was given up: a request that ended without a token
+_LATER = 1.25  # a request without a token counts as this many times later than when it was given up
 _BROKEN = 0.03  # of the promises may be broken
 _PACE = 0.04  # of the change of caution
 _LEAST_CAUTION, _MOST_CAUTION = 0.1, 0.9  # nine of ten refused ones would miss; would be kept
@@ -59,7 +59,7 @@ class ForecastCalibration:
         self._add(raw_s, actual_s)
 
     def compare_at_least(self, raw_s: float, waited_s: float) -> None:
-        """Adds a request that ended after waiting for its first token in vain."""
+        """Adds a request that ended while it waited for its first token."""
         self._add(raw_s, _LATER * max(waited_s, _LEAST_S))
 
     def _add(self, raw_s: float, actual_s: float) -> None:
@@ -70,7 +70,7 @@ class ForecastCalibration:
             self._table = np.array(self._pairs)
 
     def promise(self, *, is_kept: bool) -> None:
-        """Notes what became of a request that might have been refused."""
+        """Notes the outcome of a request that could have been refused."""
         step = -_BROKEN if is_kept else 1 - _BROKEN
         self.caution = min(_MOST_CAUTION, max(_LEAST_CAUTION, self.caution + _PACE * step))
 

@@ -1,4 +1,4 @@
-"""Counts for each tier which targets were kept, and how late the others were.
+"""Counts for each tier how many requests kept their targets, and how late the others were.
 
 Times are those of the engine's clock, as clients see them: pauses of the process count.
 """
@@ -40,7 +40,7 @@ class Ledger:
             counts["num_promises_kept" if late_s <= 0.0 else "num_promises_broken"] += 1
 
     def finished(self, sequence: Sequence, standing: Standing, now: float) -> bool:
-        """Notes that an answer is complete -> whether it kept all its targets."""
+        """Notes that an answer is complete. Returns whether it kept all its targets."""
         request, first_at = sequence.request, standing.first_token_at
         targets, counts = request.service.targets, self._counts[standing.tier]
         assert first_at is not None, f"{request.request_id} ended without a first token"

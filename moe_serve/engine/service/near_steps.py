@@ -43,6 +43,10 @@ class Remaining:
     most_tokens: Floats
     survival: Survival
 
+    def after(self, num_steps: int) -> Remaining:
+        """Returns the same answers some steps later."""
+        return Remaining(self.num_tokens + num_steps, self.most_tokens, self.survival)
+
     def steps_until(self, num_ends: float, arriving: float) -> float:
         """Returns the steps until so many more answers have probably ended than requests came that
         go first, `arriving` in a step; infinite if they are too few."""

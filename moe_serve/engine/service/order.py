@@ -33,7 +33,7 @@ _PREEMPTED, _AGED, _DEMOTED = -2e9, -1e9, 1e9  # offsets of the classes, beyond 
 
 
 def check_order(config: SchedulerConfig) -> None:
-    """Raises ConfigError if a key asks for what the order cannot do: it would have no effect."""
+    """Raises ConfigError if a key is set that has no effect in the configured order."""
     order = resolved_order(config)
     if order in BY_DEADLINE:
         return
@@ -98,14 +98,14 @@ def rule_of(config: SchedulerConfig, usual_work_s: Callable[[], float]) -> Rule:
         age: Floats, slack: Floats, work: Floats, log_work: Floats, weight: Floats, priority: Floats
     ) -> Floats:
         # In place, as each further array of 10 000 rows costs more than the arithmetic.
-        index = log_work - log_of(usual_work_s())
-        np.maximum(index, -most, out=index)
-        np.minimum(index, most, out=index)
-        np.subtract(weight, index, out=index)
+        usual = log_of(usual_work_s())
+        index = np.maximum(log_work, usual - most)
+        np.minimum(index, usual + most, out=index)
+        index -= weight
+        index -= usual
         index *= config.patience_s
-        keys = np.maximum(0.0, slack)
-        keys -= index
-        return keys
+        index += np.maximum(0.0, slack)
+        return index
 
     def edf(
         age: Floats, slack: Floats, work: Floats, log_work: Floats, weight: Floats, priority: Floats
@@ -150,15 +150,16 @@ class StartOrder:
             is_late = (slack < 0.0) & ~table.is_preempted
             table.is_late |= is_late
             keys = np.where(is_late, keys + _DEMOTED, keys)
-        is_aged = age >= self._max_wait_s
         is_preempted = table.is_preempted
         if table.num_demoted:
             is_preempted = is_preempted & ~table.is_demoted
             is_ahead = table.is_demoted if is_ahead is None else is_ahead | table.is_demoted
         if is_ahead is not None and is_ahead.any():
             keys = behind_the_others(keys, is_ahead, table.tier, self.bucket_s)
-            is_aged &= ~is_ahead | (age >= _HARD_BOUND * self._max_wait_s)
-        if is_aged.any():
+        if age.max(initial=0.0) >= self._max_wait_s:
+            is_aged = age >= self._max_wait_s
+            if is_ahead is not None:
+                is_aged &= ~is_ahead | (age >= _HARD_BOUND * self._max_wait_s)
             keys = np.where(is_aged, _AGED + table.queued, keys)
         if table.num_preempted:
             keys = np.where(is_preempted, _PREEMPTED + table.queued, keys)

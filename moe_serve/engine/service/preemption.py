@@ -1,4 +1,4 @@
-"""Decides on preemption from the sequences of an engine; `victims.py` has the rules."""
+"""Decides on preemption among the sequences of an engine. `victims.py` has the rules."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ class Preemption:
     def for_seat(
         self, running: Items[Sequence], share_lost: float
     ) -> tuple[Sequence, Sequence] | None:
-        """Returns a waiting sequence that should start at once, and the running one that gives its
-        seat to it; None: none should. `share_lost`: of a victim's pages, the share that others will
-        probably take before it is back."""
+        """Returns a waiting sequence that should start at once and the running one that gives it
+        its seat, or None. `share_lost` is the share of a victim's pages that others will probably
+        take before it is back.
+        """
         newcomer = self._newcomer(running)
         if newcomer is None:
             return None
@@ -77,8 +78,9 @@ class Preemption:
         return table.sequences[int(keys.argmin())]
 
     def _away_s(self, running: Items[Sequence]) -> float:
-        """Returns for how long a preempted sequence waits for a seat, behind earlier ones. Until
-        some have ended, the shortest answer tells."""
+        """Returns how long a preempted sequence waits for a seat, behind earlier ones. Until some
+        answers have ended, the shortest one is the estimate.
+        """
         seat_s = self._queue.seat_s
         if math.isinf(seat_s):
             seat_s = min([self._num_left(s) for s in running]) * self._state.step_s

@@ -1,4 +1,4 @@
-"""The waiting requests of one step by urgency, sorted only as far as they are asked for."""
+"""The waiting requests of one step by urgency, sorted only as far as they are used."""
 
 from __future__ import annotations
 
@@ -104,6 +104,6 @@ class RankedWaiting:
         bucket = np.where(by_age, -1.0, np.floor((some - self._base) / self._bucket_s))
         within = np.where(by_age, some, table.num_left[rows])
         order = np.lexsort((table.id[rows], within, bucket))
-        columns = some[order], bucket[order], rows[order]
-        found = zip(*[column.tolist() for column in columns], strict=True)
-        return [_RankedPlace(key, place, table.sequences[row]) for key, place, row in found]
+        sequences = [table.sequences[row] for row in rows[order].tolist()]
+        found = zip(some[order].tolist(), bucket[order].tolist(), sequences, strict=True)
+        return list(map(_RankedPlace._make, found))

@@ -1,5 +1,5 @@
-"""Holds what all cells of a server share to keep the targets of service tiers: shares of tenants,
-the rule of order, forecasts and promises, and counts.
+"""Holds the state that all cells of a server share to keep the targets of service tiers: shares of
+tenants, the rule of order, forecasts, promises and counts.
 
 Cells have a `ServiceState` each, with measured times of their own. A tenant has one counter of
 work, whatever cells do it.
@@ -47,7 +47,7 @@ class ServicePolicy:
     def __init__(
         self, config: SchedulerConfig, clock: Clock, lengths: AnswerLengths | None = None
     ) -> None:
-        """`lengths` None: the tiers' recent answers."""
+        """With `lengths` None the recent answers of the tiers are used."""
         self.config, self.clock = config, clock
         self.shares, self.workflows, self.arrivals = Shares(), Workflows(), RecentArrivals()
         names = [tier.name for tier in config.tiers] or [""]
@@ -112,7 +112,7 @@ class ServicePolicy:
         self._token_s[cell] = seconds
 
     def remove_cell(self, cell: int) -> None:
-        """Forgets a cell that has closed, and what it could have promised."""
+        """Forgets a cell that has closed, and its snapshots for forecasts."""
         self._token_s.pop(cell, None)
         self.admission.remove_cell(cell)
 
@@ -147,7 +147,7 @@ class ServicePolicy:
                     calibration.promise(is_kept=now <= _due_at(sequence))
 
     def leave(self, sequence: Sequence) -> None:
-        """Notes that a sequence has ended, in whatever way."""
+        """Notes that a sequence has ended, for any reason."""
         if sequence.standing is not None:
             self.shares.leave(sequence.standing.tenant)
             self.num_strict -= sequence.request.service.targets.is_strict
@@ -165,8 +165,10 @@ class ServicePolicy:
             self.workflows.ended(service.tenant, service.workflow, service.stage, now)
 
     def _note_for_limit(self, sequence: Sequence, tier: int, *, is_cut: bool) -> None:
-        """Tells an answer to the limits of runaways. One with `ignore_eos` has the length that its
-        client wanted, unless the limit itself ended it."""
+        """Passes an answer's length to the limits of runaways. The length of an answer with
+        `ignore_eos` is not used, because its client chose it, unless the limit itself ended the
+        answer.
+        """
         request, length = sequence.request, sequence.num_output_tokens
         is_wanted = request.params.ignore_eos and length == request.rules.max_tokens
         self.limits.note(tier, length, is_complete=is_wanted or not is_cut)

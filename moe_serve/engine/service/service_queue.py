@@ -125,7 +125,9 @@ class ServiceQueue:
         return self._rank().groups(until)
 
     def num_before(self, sequence: Sequence) -> int:
-        """Counts the waiting sequences ahead of a running one of another cell (due now if late)."""
+        """Counts the waiting sequences ahead of a running one of another cell. A late one is due
+        now.
+        """
         standing, request = standing_of(sequence), sequence.request
         now_s, work_s = standing.clock(), sequence.num_pending_tokens * self.state.token_s
         (key,) = self.state.order.keys_of(
@@ -246,7 +248,9 @@ class ServiceQueue:
         return self.state.step_s if math.isinf(seat_s := self.seat_s) else seat_s
 
     def snapshot(self, running: Items[Sequence], schedule: Schedule = NOTHING) -> QueueSnapshot:
-        """Returns what a newcomer will find at the end of the step that computes `schedule`."""
+        """Returns the queue that a newcomer will find at the end of the step that computes
+        `schedule`.
+        """
         state, policy, keys = self.state, self.state.policy, self.keys()
         reading, left, rows = list[Sequence](), list[int](), list[tuple[float, float]]()
         for sequence in running:
@@ -303,8 +307,9 @@ class ServiceQueue:
     def step_begun(
         self, running: Items[Sequence], schedule: Schedule, seconds: float, *, is_ahead: bool
     ) -> None:
-        """Publishes what a newcomer will find at the end of a step that takes `seconds`.
-        `is_ahead`: it begins when the step under way ends."""
+        """Publishes the queue that a newcomer will find at the end of a step that takes `seconds`.
+        With `is_ahead` the step begins when the running one ends.
+        """
         if not self.state.model.is_measured:
             return
         admission = self.state.admission
@@ -315,7 +320,7 @@ class ServiceQueue:
             admission.publish(self._engine, self.snapshot(running, schedule))
 
     def step_ended(self, running: Items[Sequence], *, has_work: bool) -> None:
-        """Notes the end of a step. After the last one it publishes that nothing is left."""
+        """Notes the end of a step. After the last one it publishes an empty queue."""
         self._last_end_at = self.state.clock() if running else None
         if not has_work:
             self._ends.clear()
@@ -324,11 +329,11 @@ class ServiceQueue:
                 self.state.admission.publish(self._engine, self.snapshot(running))
 
     def set_open(self, *, is_open: bool) -> None:
-        """Sets if the engine takes new requests. Forecasts only count engines that do."""
+        """Sets whether the engine takes new requests. Forecasts only count engines that do."""
         self.state.admission.set_engine_open(self._engine, is_open=is_open)
 
     def withdraw(self) -> None:
-        """Forgets the engine, as it is lost."""
+        """Forgets the engine because it is lost."""
         self.state.admission.withdraw(self._engine)
 
     def check_integrity(self, waiting: Iterable[Sequence]) -> None:

@@ -1,5 +1,5 @@
-"""Holds what the engines of a cell share: measured times, the clock of lateness, and the policy,
-which is that of all cells of the server.
+"""Holds the state that the engines of a cell share: measured times, the clock of lateness, and the
+policy, which all cells of the server share.
 
 The attention ranks of a cell have an engine each. They run in lockstep, so the time of a step
 depends on the rows of all of them.
@@ -163,8 +163,9 @@ class ServiceState:
         self._is_typical &= is_typical
 
     def take_rows(self) -> StepWork | None:
-        """Returns the rows of the step that has ended on all engines; None if its time says
-        nothing."""
+        """Returns the rows of the step that has ended on all engines; None if its time is not
+        representative.
+        """
         rows, self._rows = self._rows, StepWork()
         is_typical, self._is_typical = self._is_typical, True
         return rows if is_typical and rows != StepWork() else None
@@ -199,7 +200,7 @@ class ServiceState:
 
     @property
     def delta_s(self) -> float:
-        """Seconds of work by which a tenant may be ahead of another one of its tier."""
+        """The seconds of work by which a tenant may be ahead of another one of its tier."""
         if not self.model.is_measured:
             return math.inf
         most, seats = self.config.max_batched_tokens, self.config.max_num_seqs

@@ -47,7 +47,7 @@ class Shares:
         self._counter_s = np.zeros(_FIRST_CAPACITY)
         self._service_s = np.zeros(_FIRST_CAPACITY)  # work that is not in the totals yet
         self._idle: OrderedDict[_Key, float] = OrderedDict()  # counters, least recent first
-        self._floor_s: dict[int, float] = {}  # tier -> the least counter when somebody last waited
+        self._floor_s: dict[int, float] = {}  # tier -> the least counter when a tenant last waited
         self._totals: dict[_Key, _Totals] = {}
 
     @property
@@ -61,7 +61,7 @@ class Shares:
         return int(self._num_open.sum())
 
     def enter(self, tier: int, tenant: str) -> int:
-        """Notes a new request -> the place of its tenant."""
+        """Notes a new request. Returns the place of its tenant."""
         key = (tier, tenant)
         place = self._places.get(key)
         if place is None:
@@ -115,7 +115,10 @@ class Shares:
     def are_ahead(self, delta_s: float) -> NDArray[np.bool_] | None:
         """Returns by place whether a tenant has had more than its share; None if no tenant has."""
         waiting = self._num_waiting > 0
-        if len(self._places) < 2 or np.count_nonzero(waiting) < 2:
+        if len(self._places) < 2:
+            return None
+        counters = self._counter_s[waiting]
+        if len(counters) < 2 or counters.max() - counters.min() <= delta_s:
             return None
         ahead = np.zeros(len(waiting), dtype=np.bool_)
         for tier in np.flatnonzero(np.bincount(self._tier[waiting])):

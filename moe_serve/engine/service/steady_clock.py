@@ -19,8 +19,9 @@ _MOST_LONGER = 2.0  # a turn counts as at most this times the usual one
 
 
 class SteadyClock:
-    """Leaves pauses out of time. Call `turn` when a step ends, and `rest` when the engine has no
-    work: idle time counts, as no request is delayed by it."""
+    """A clock without pauses. Call `turn` when a step ends, and `rest` when the engine has no work.
+    Idle time counts, because it delays no request.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

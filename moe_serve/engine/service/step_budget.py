@@ -1,5 +1,5 @@
-"""Decides how many prompt tokens a step may read, so that the requests that decode keep their time
-between tokens.
+"""Decides how many prompt tokens a step may read, so that decoding requests keep their time between
+tokens.
 
     c* = the largest c with T(decode rows, c) + margin <= least tpot - time since the last step
 
@@ -48,7 +48,8 @@ class StepBudget:
 
 
 def shared_out(total: int, wanted: list[int], page_size: int) -> list[int]:
-    """Shares a budget of prompt tokens among attention ranks, evenly as far as they want it:
+    """Shares a budget of prompt tokens evenly among attention ranks, each up to the number that it
+    wants:
 
     total 96, wanted 16 200 64, pages of 16 -> 16 32 32, and the 16 that are left for the second
     """

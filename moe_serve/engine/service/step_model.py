@@ -13,7 +13,7 @@ import numpy as np
 
 _SCALES = np.array([1.0, 16.0, 256.0, 4096.0])  # so that all features are about 1
 _DECAY = 0.99  # of old steps, at each new one
-_RIDGE = 1e-4  # of the newest step's weight: keeps what was not varied small
+_RIDGE = 1e-4  # of the newest step's weight: keeps costs small that were never varied
 _MOST_SLOWER = 3.0  # a step counts as at most this times the prediction or the usual step
 _USUAL_WEIGHT = 0.05  # of a new step in the usual seconds
 _NUM_WARM = 8  # steps before a prediction limits a measurement

@@ -54,7 +54,9 @@ class Newcomer:
 
 
 def cheapest(candidates: list[Candidate], away_s: float) -> int:
-    """Returns the index of the one that gives its pages back; ties: the one that started last."""
+    """Returns the index of the request that gives its pages back; of equal ones, the one that
+    started last.
+    """
     costs = [each.cost(away_s) / max(1, each.num_pages) for each in candidates]
     return min(range(len(costs)), key=lambda index: (costs[index], -index))
 
@@ -62,8 +64,9 @@ def cheapest(candidates: list[Candidate], away_s: float) -> int:
 def for_urgent(
     newcomer: Newcomer, candidates: Iterable[tuple[int, Candidate]], seat_s: float
 ) -> int | None:
-    """Returns the key of the one that gives its seat to a newcomer, which would otherwise wait
-    `seat_s` for one; None: none should."""
+    """Returns the key of the request that gives its seat to a newcomer, which would otherwise wait
+    `seat_s` for one; None if no request should.
+    """
     if newcomer.slack_s < 0.0 or newcomer.slack_s >= seat_s:
         return None  # late anyway, or in time anyway
     gain = newcomer.weight * (seat_s - newcomer.slack_s)

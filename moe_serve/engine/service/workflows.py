@@ -1,4 +1,4 @@
-"""Divides the deadline of a workflow among its stages, by the shares that past runs took.
+"""Divides the deadline of a workflow among its stages in proportion to past runs.
 
 A client names a task of several requests `kind/run`, for example `report/8f2c`, and each request
 its `stage`. The deadline of the whole counts from the first request of the run. A stage is due at
@@ -18,7 +18,7 @@ _NUM_RUNS_NEEDED = 20
 _MAX_RUNS = 1024  # open ones; the least recently used is closed
 _MAX_KINDS = 256
 _MAX_STAGES = 64  # of a kind; further ones are due at the end
-_IDLE_S = 600.0  # a run without a request for so long has ended
+_IDLE_S = 600.0  # a run without a request for this long has ended
 _WEIGHT = 0.05  # of a new run, once 20 are known
 
 
@@ -54,7 +54,7 @@ class Workflows:
     def due_s(
         self, tenant: str, workflow: str, stage: str, whole_s: float, queued_s: float
     ) -> float:
-        """Notes a request of a stage -> the moment at which its answer should be complete."""
+        """Notes a request of a stage. Returns the moment at which its answer should be complete."""
         self._close_idle(queued_s)
         run = self._runs.get((tenant, workflow))
         if run is None:

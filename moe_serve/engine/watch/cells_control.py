@@ -9,18 +9,21 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus:
-    """A node of a launch. `name`: the name of a joined node, or the number of a first node."""
+    """A node of a launch. `name`: the name of a joined node, or the number of a first node;
+    `cells`: those that have ranks there, such as cell-0."""
 
     name: str
     num_ranks: int
     num_places: int | None  # None: no limit
     is_there: bool
+    cells: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellPlace:
-    """The place of a new cell's ranks. `by_hand`: where operators start them; `node`: on this node
-    of a launch; neither: where the server chooses."""
+    """The place of a new cell's ranks. With `by_hand` operators start them, with `node` they run on
+    this node of a launch, and otherwise the server chooses.
+    """
 
     by_hand: bool = False
     node: str | None = None
@@ -30,10 +33,11 @@ ANYWHERE = CellPlace()
 
 
 class CellsControl(Protocol):
-    """Adds and removes cells, and controls which take requests. Safe from any thread; nothing
-    waits. `EngineStats.cells` lists them with their states. All methods raise UnknownCellError if
-    there is no such cell, and CellsError, without changing anything, if they cannot be followed
-    now."""
+    """Adds and removes cells, and controls which ones take requests. Safe from any thread, and no
+    method waits. `EngineStats.cells` lists the cells with their states. All methods raise
+    UnknownCellError for an unknown cell, and CellsError, without changing anything, if the change
+    is not possible now.
+    """
 
     def add_cell(
         self, shape: str, *, number: int | None = None, place: CellPlace = ANYWHERE
@@ -50,13 +54,15 @@ class CellsControl(Protocol):
         ...
 
     def remove_cell(self, index: int) -> None:
-        """Begins to remove a cell: its requests move away, then its ranks end. A start is called
-        off, and one that has failed is not listed any more. May be repeated."""
+        """Begins to remove a cell: its requests move away, then its ranks end. A start in progress
+        is cancelled, and a cell whose start has failed is no longer listed. May be repeated.
+        """
         ...
 
     def drain(self, index: int, *, is_draining: bool) -> None:
-        """Stops or resumes giving requests to a cell; its running ones move away. To resume also
-        calls off a removal, until the cell has no requests any more."""
+        """Stops or resumes giving requests to a cell; its running requests move away. Resuming also
+        cancels a removal, as long as the cell still has requests.
+        """
         ...
 
     def drain_rank(self, name: str, *, is_draining: bool) -> None:

@@ -25,7 +25,9 @@ _MAX_LOOK_S = 5.0
 
 
 class ActivityReport(Protocol):
-    """Describes what the engine is doing, for hang reports. Called on any thread, at any time."""
+    """Describes the engine's activity for hang reports. May be called on any thread, at any
+    time.
+    """
 
     def lines(self) -> list[str]:
         """Returns lines of text about the current step and each rank's activity. May take a
@@ -56,9 +58,9 @@ class LocalActivity:
 class HangWatch:
     """Watches the engine on its own thread, from construction until `close`.
 
-    A hang lasts while the engine makes no step, and gets one report. Missing ranks are no hang:
-    they have a timeout and messages of their own. Time that the engine waits afterwards, in the
-    same step, counts from their return.
+    A hang lasts while the engine makes no step, and gets one report. Missing ranks do not count as
+    a hang: they have their own timeout and messages. Time that the engine waits afterwards in the
+    same step counts from their return.
     """
 
     def __init__(

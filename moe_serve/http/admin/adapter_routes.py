@@ -61,8 +61,8 @@ def adapter_router(server: ServerContext) -> APIRouter:
         name = values["lora_name"]
         if name == model.name or name.startswith(f"{model.name}:"):
             raise InvalidRequestError(
-                f"lora_name is {name[:200]!r}, the name of the model itself or one that begins "
-                "with it and a colon, by which requests name other adapters: choose another.",
+                f"lora_name is {name[:200]!r}, but must not be the name of the model itself, or "
+                "begin with it and a colon, by which requests name other adapters.",
                 param="lora_name",
             )
         try:
@@ -104,6 +104,7 @@ def _strings(body: Mapping[str, Any], fields: tuple[str, ...]) -> dict[str, str]
     for field in fields:
         if not isinstance(body.get(field), str) or not body[field]:
             raise InvalidRequestError(
-                f"{field} must be a text, and not empty, got {body.get(field)!r:.100}.", param=field
+                f"{field} must be a string that is not empty, got {body.get(field)!r:.100}.",
+                param=field,
             )
     return {field: str(body[field]) for field in fields}

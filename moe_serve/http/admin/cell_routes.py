@@ -1,9 +1,9 @@
 """The admin routes of cells. They need an admin key.
 
 GET /admin/cells lists them with their states. POST /admin/cells {"shape": "1A1E decode"} and DELETE
-/admin/cells/{index} add and remove one: they answer at once, with 202, and the list tells how far
-it is. POST /admin/cells/{index}/drain and /undrain, and POST /admin/ranks/{name}/drain and
-/undrain, control who takes requests.
+/admin/cells/{index} add and remove one: they answer at once, with 202, and the list shows the
+progress. POST /admin/cells/{index}/drain and /undrain, and POST /admin/ranks/{name}/drain and
+/undrain, control which cells and ranks take requests.
 """
 
 from __future__ import annotations
@@ -38,22 +38,28 @@ _BODY = {"requestBody": {"required": True, "content": {"application/json": {"sch
 
 
 def cells_router(cells: CellsControl | None, engine: EngineClient, max_bytes: int) -> APIRouter:
-    """`cells` None: the server has one cell, and the routes answer with an error."""
+    """Returns the routes. With `cells` None the server has a single cell, and they answer with an
+    error.
+    """
     router = APIRouter(prefix=ADMIN_PREFIX)
 
     def control() -> CellsControl:
         if cells is None:
             raise CellsError(
-                "This server has a single cell: start it with --cells and several cells, or set "
-                "cells.can_grow to true as well, to have more."
+                "This server has a single cell. Start it with several cells in --cells, or with "
+                "one cell and cells.can_grow = true."
             )
         return cells
 
     def listed(index: int | None = None) -> dict[str, Any]:
-        """Returns all cells, and one of them by itself. One that has gone has this state only."""
+        """Returns all cells and, by itself, one of them. Of a cell that has gone, only the state is
+        known.
+        """
         stats = engine.stats()
         found = cells_part(stats, has_commands=True)
         nodes = [asdict(node) for node in control().nodes()]
+        for cell in found:
+            cell["nodes"] = [node["name"] for node in nodes if cell["name"] in node["cells"]]
         shown = {"cells": found, "autoscale": scaling_part(stats), "nodes": nodes}
         if index is None:
             return shown
@@ -71,7 +77,9 @@ def cells_router(cells: CellsControl | None, engine: EngineClient, max_bytes: in
         found = control()
         shape, number, place = _values(await read_json_object(request, max_bytes))
         try:
-            add_cell = found.add_cell  # may read the model's config, to plan the memory
+            add_cell = (
+                found.add_cell
+            )  # in a thread, because it may read the model's config to plan the memory
             index = await asyncio.to_thread(add_cell, shape, number=number, place=place)
         except ConfigError as error:
             raise InvalidRequestError(str(error), param="shape") from None
@@ -120,7 +128,7 @@ def _values(body: dict[str, Any]) -> tuple[str, int | None, CellPlace]:
     shape, number, by_hand, node = (body.get(field) for field in _FIELDS)
     if not isinstance(shape, str):
         raise InvalidRequestError(
-            f"shape must be a text such as '1A1E decode', got {shape!r:.100}.", param="shape"
+            f"shape must be a string such as '1A1E decode', got {shape!r:.100}.", param="shape"
         )
     is_number = isinstance(number, int) and not isinstance(number, bool) and number >= 0
     if number is not None and not is_number:

@@ -22,7 +22,7 @@ from moe_serve.errors import CellsError, InvalidRequestError, RebalanceError
 from moe_serve.http.gate.auth import ADMIN_PREFIX
 from moe_serve.http.schema.json_body import read_json_bytes, read_json_object
 
-_MAX_DIGITS = 10  # of a cell's number
+_MAX_DIGITS = 10  # longest accepted cell number
 _FIELDS = ("sample_rate", "weights")
 _START_SCHEMA = {
     "type": "object",
@@ -93,7 +93,9 @@ def _options(body: dict[str, Any]) -> tuple[float | None, bool | None]:
 
 
 def placement_router(placement: AnyPlacement | None, max_body_bytes: int) -> APIRouter:
-    """`placement` None: the server has no expert ranks, and the routes answer with an error."""
+    """Returns the routes. With `placement` None the server has no expert ranks, and they answer
+    with an error.
+    """
     router = APIRouter(prefix=f"{ADMIN_PREFIX}/placement")
 
     @router.get("")
@@ -121,8 +123,9 @@ def placement_router(placement: AnyPlacement | None, max_body_bytes: int) -> API
 
 
 def _control(placement: AnyPlacement | None, cell: str | None) -> PlacementControl:
-    """Returns the control of a cell, named by its number; `cell` None: of the only one. Raises
-    RebalanceError, CellsError and InvalidRequestError."""
+    """Returns the control of the cell with this number, or with `cell` None that of the only cell.
+    Raises RebalanceError, CellsError and InvalidRequestError.
+    """
     if placement is None:
         raise RebalanceError(
             "This server has no expert ranks, so no experts can be moved (cluster.expert_ranks is "

@@ -59,7 +59,7 @@ class ProgressWatch:
 
     def stalled_for(self, stats: EngineStats, now: float) -> float:
         if stats.outage_s:
-            return 0.0  # it waits for its ranks, and this wait has its own time limit
+            return 0.0  # the engine waits for its ranks, and this wait has its own time limit
         if stats.last_turn_age_s is not None:
             has_work = stats.load.num_running > 0 or stats.load.num_waiting > 0
             return stats.last_turn_age_s if has_work else 0.0
@@ -144,8 +144,9 @@ def info_router(server: ServerContext) -> APIRouter:
 
     @router.get("/load")
     async def load() -> dict[str, Any]:
-        """The load of the server. As in vLLM, `server_load` counts HTTP requests that generate
-        now."""
+        """Returns the load of the server. As in vLLM, `server_load` counts the HTTP requests that
+        generate now.
+        """
         stats = engine.stats()
         return {
             "server_load": server.generations.num_open,

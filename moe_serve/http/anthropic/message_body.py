@@ -61,8 +61,9 @@ class CountTokensBody(StrictSchema):
     output_config: OutputConfig | None = None
 
     def check(self, *, is_strict: bool, has_reasoning: bool) -> list[str]:
-        """Returns the names of the fields without effect; some need a model that
-        `has_reasoning`."""
+        """Returns the names of the fields without effect. Some have an effect only if the model
+        `has_reasoning`.
+        """
         extras = dict(self.model_extra or {})
         for name in EXTENSIONS:
             extras.pop(name, None)

@@ -9,7 +9,7 @@ from moe_serve.adapters.adapter import AdapterVersion
 from moe_serve.adapters.registry import AdapterRegistry
 from moe_serve.http.generation.generation import GenerationService
 
-_MOST = 50  # shown; the others are counted
+_MOST = 50  # most adapters that are shown; the others are only counted
 
 
 def adapters_part(

@@ -94,7 +94,7 @@ class Board:
             async with self._lock:
                 try:
                     await asyncio.to_thread(self._sample)
-                except Exception:  # the top of a task: the next sample may do better
+                except Exception:  # the top of a task: the next sample may succeed
                     _log.exception("a sample of the dashboard failed")
             await asyncio.sleep(INTERVAL_S)
 
@@ -180,8 +180,9 @@ Part = dict[str, Any]
 
 
 def speculation_part(stats: EngineStats, config: SpeculationConfig) -> Part | None:
-    """Returns the counts of all drafts since the start. `tokens_per_step`: those that a sequence
-    gets from one step."""
+    """Returns the counts of all drafts since the start. `tokens_per_step` is the number of tokens
+    that a sequence gets from one step.
+    """
     if not config.is_on:
         return None
     drafts, num_generated = stats.counts.drafts, stats.counts.num_generated_tokens

@@ -10,8 +10,9 @@ from moe_serve.engine.routes.cell_placements import AnyPlacement, CellPlacements
 
 
 def cells_part(stats: EngineStats, *, has_commands: bool = False) -> list[dict[str, Any]]:
-    """Returns one object for each cell; none with a single cell. `has_commands`: with the commands
-    that start ranks by hand."""
+    """Returns one object for each cell; none with a single cell. With `has_commands` they have the
+    commands that start ranks by hand.
+    """
     return [
         {
             "name": cell.name,
@@ -53,8 +54,9 @@ class CellPlacementsPart:
         self._replicas: dict[int, tuple[Placement, int]] = {}  # of the last placements, by cell
 
     def part(self, placement: AnyPlacement | None) -> list[dict[str, Any]]:
-        """Returns one object for each cell; none with a single cell. The balance is that of the
-        rows which the cell computed itself."""
+        """Returns one object for each cell; none with a single cell. The balance counts only the
+        rows that the cell computed itself.
+        """
         if not isinstance(placement, CellPlacements):
             return []
         parts = []

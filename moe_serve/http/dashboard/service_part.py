@@ -1,5 +1,6 @@
-"""The service tiers and tenants of a server as data for the dashboard: what was kept in the last
-minutes, and counts since the start."""
+"""The service tiers and tenants of a server as data for the dashboard: targets kept in the last
+minutes, and counts since the start.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _NO_TIER = TierConfig(name="")
 
 
 class ServiceWindow:
-    """Keeps the counts of the last minutes. Any thread may use it; one at a time."""
+    """Keeps the counts of the last minutes. Any thread may use it, but only one at a time."""
 
     def __init__(self, tiers: Sequence[TierConfig]) -> None:
         self._tiers = tiers

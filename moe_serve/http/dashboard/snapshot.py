@@ -28,7 +28,9 @@ _NUM_SAMPLES = 300
 class Snapshot:
     at: float  # seconds since 1970
     stats: EngineStats
-    placements: Mapping[str, PlacementBrief]  # by cell; of a server with one cell, by ""
+    placements: Mapping[
+        str, PlacementBrief
+    ]  # by the cell's name, which is "" on a server with a single cell
     is_draining: bool
     num_rejected: int
     ttft_ms: float | None  # the median of the last seconds
@@ -63,7 +65,7 @@ class Sources:
 
 
 def controls_of(placement: AnyPlacement | None) -> Mapping[str, PlacementControl]:
-    """Returns the controls by the names of their cells; that of a single cell has none."""
+    """Returns the controls by the names of their cells. The name of a single cell is ""."""
     if placement is None:
         return {}
     if isinstance(placement, CellPlacements):
@@ -83,8 +85,9 @@ class History:
         self._samples: deque[dict[str, float | None]] = deque(maxlen=_NUM_SAMPLES)
 
     def add(self, now: Snapshot) -> None:
-        """Adds a sample with rates since the previous snapshot. The first snapshot has no rates: no
-        sample."""
+        """Adds a sample with the rates since the previous snapshot. The first snapshot adds none,
+        because it has no rates.
+        """
         with self._lock:
             before, self._before = self._before, now
             if before is not None and now.at > before.at:
@@ -132,8 +135,9 @@ def _num_accepted(stats: EngineStats) -> int:
 
 
 def tokens_per_step(num_generated: int, num_accepted: int) -> float | None:
-    """Returns the mean number of tokens that a sequence got from one step, 1 without drafts; None:
-    there was no step. A step makes one token more than it accepts."""
+    """Returns the mean number of tokens that a sequence got from one step: 1 without drafts, None
+    without a step. A step makes one token more than it accepts.
+    """
     num_steps = num_generated - num_accepted
     return round(num_generated / num_steps, 3) if num_steps > 0 else None
 

@@ -45,7 +45,7 @@ class KeySettings:
     """Settings of one key that replace those of the configuration; None: not set."""
 
     min_priority: int | None = None
-    tiers: tuple[str, ...] = ()  # those that it may name, its default first; empty: not set
+    tiers: tuple[str, ...] = ()  # tiers that it may name, its default first; empty: not set
     tenant: str | None = None  # keys of the same tenant share
     may_tighten: bool | None = None  # whether targets may be tighter than those of the tier
 
@@ -64,7 +64,7 @@ class KeyRing:
     def __init__(
         self, keys: Sequence[str], file: str | None = None, tiers: Sequence[str] | None = None
     ) -> None:
-        """`tiers` are the names that a key may have; None: they are not checked."""
+        """`tiers` are the tiers that the lines may name; with None the names are not checked."""
         self._tiers = tiers
         self._fixed, self._file = self._parsed(keys), file
         self._watch = FileWatch(() if file is None else (file,))
@@ -206,7 +206,7 @@ class ApiKeyMiddleware:
         if error is not None:
             await error.response(scope["path"])(scope, receive, send)
             return
-        _client.set(self._client_of(scope))  # for the task of this request
+        _client.set(self._client_of(scope))  # set for the task of this request
         await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:

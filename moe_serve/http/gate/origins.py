@@ -1,4 +1,4 @@
-"""Refuses requests over loopback that are meant for another host, and other origins (CORS).
+"""Refuses requests over loopback that name another host, and requests from other origins (CORS).
 
 A web page can let its own name point to 127.0.0.1 (DNS rebinding). Its requests then come from this
 machine's browser over loopback, but with the page's name in the Host header. Refused are such
@@ -21,7 +21,7 @@ from moe_serve.http.schema.api_error import ApiError
 
 # names that cannot be registered, such as host.docker.internal
 _PRIVATE = (".localhost", ".internal")
-# Not health and models: they only show a name, and proxies of clients without keys read them.
+# Health and models are left out: they only show a name, and proxies read them without a key.
 COUNTS = frozenset({"/metrics", "/dashboard/state", "/load", "/startup"})
 _METHODS = ("GET", "POST", "DELETE")
 _EXPOSED = (

@@ -84,8 +84,9 @@ class SequenceProgress:
         continues: bool = False,
         drafts: DraftTally | None = None,
     ) -> None:
-        """`continues`: the sequence continues the text of the prompt. `drafts` counts its drafts;
-        None: the server does not draft."""
+        """With `continues`, the sequence continues the text of the prompt. `drafts` counts its
+        drafts; it is None on a server that does not draft.
+        """
         self.index = index
         self.request = request
         self.num_tokens = 0
@@ -125,7 +126,7 @@ class SequenceProgress:
         if self.drafts is not None:
             self.drafts.read(deltas, self.num_tokens - before)
         reason = pieces[-1].delta.finish_reason
-        is_late = joined.error_code is not None  # the client's own limit ended it, no fault did
+        is_late = joined.error_code is not None  # a limit that the client set ended it, not a fault
         self._observe(len(joined.token_ids), FinishReason.ABORT if is_late else reason)
         return pieces
 
@@ -153,7 +154,7 @@ class SequenceProgress:
             self._tell_trace(self.finished)
 
     def abandon(self) -> None:
-        """Reports a sequence that was aborted before its end. To be called once."""
+        """Reports a sequence that was aborted before its end. Call it once."""
         self._metrics.count_abandoned()
         self._count_window()
         self._tell_trace(self._finished(FinishReason.ABORT, time.monotonic()))

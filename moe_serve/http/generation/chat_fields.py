@@ -27,9 +27,9 @@ from moe_serve.http.schema.field_types import (
 from moe_serve.http.schema.kv_window_fields import KVWindowFields
 from moe_serve.http.schema.service_fields import Label, ServiceTierName, ServiceWish, SloFields
 from moe_serve.http.schema.structured import ResponseFormat, wished_constraint
-from moe_serve.http.schema.tool_fields import ToolChoice, ToolList, check_tools
+from moe_serve.http.schema.tool_fields import ToolChoice, ToolList, allowed_tools, check_tools
 
-# The fields of a chat that other vendors' APIs lack. Clients may send them all the same.
+# Fields of a chat that other vendors' APIs do not have. Clients may send them to these APIs too.
 EXTENSIONS = (
     "cache_salt",
     "chat_template_kwargs",
@@ -55,9 +55,9 @@ EXTENSIONS = (
 
 
 class ChatFields(StrictSchema):
-    """The fields whose types still need a check when a request has been translated.
+    """The fields of a translated request whose types are still unchecked.
 
-    The first wrong field is reported, in the order of the fields here.
+    If several are wrong, the first one in the order of this class is reported.
     """
 
     response_format: ResponseFormat | None = None
@@ -93,10 +93,11 @@ class ChatFields(StrictSchema):
     def chat(self, *, is_parallel: bool | None, continues: bool = False) -> Chat:
         """Raises InvalidRequestError if the tools do not fit each other or the choice."""
         check_tools(self.tools or [], self.tool_choice)
+        tools, tool_choice = allowed_tools(self.tools or (), self.tool_choice)
         return Chat(
             messages=tuple(self.messages),
-            tools=tuple(self.tools or ()),
-            tool_choice=self.tool_choice,
+            tools=tools,
+            tool_choice=tool_choice,
             is_parallel=is_parallel is not False,
             template_kwargs=self.chat_template_kwargs or {},
             reasoning_effort=self.reasoning_effort,

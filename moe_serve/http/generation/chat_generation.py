@@ -1,4 +1,4 @@
-"""Runs a chat for every route that has one: a `Chat` in, pieces of assistant messages out."""
+"""Runs the chats of all routes: takes a `Chat` and yields pieces of assistant messages."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class ResolvedChat:
     plan: ParserPlan
     markers: ThinkingMarkers | None
     ignored: tuple[str, ...]
-    has_prediction: bool = False  # the usage then tells how much of it came true
+    has_prediction: bool = False  # the usage then says how much of it was accepted
 
 
 class ReasoningTokens:
@@ -92,7 +92,7 @@ class ReasoningTokens:
     """
 
     def __init__(self, markers: ThinkingMarkers | None, num_choices: int) -> None:
-        """`markers` None: the answers have no reasoning."""
+        """With `markers` None the answers have no reasoning."""
         self._counters: list[ThoughtCounter] = []
         self._tokens: list[list[int]] = []
         if markers is not None:
@@ -128,7 +128,7 @@ class ChatGeneration:
         self._thoughts = ReasoningTokens(resolved.markers, self.num_choices)
         self._has_prediction = resolved.has_prediction
         self._echoed = dict.fromkeys(range(self.num_choices), chat.echoed) if chat.echoed else {}
-        self._hides_reasoning = not chat.shows_reasoning  # it is generated and counted all the same
+        self._hides_reasoning = not chat.shows_reasoning  # it is generated and counted nevertheless
         self._generation = generation
         self.headers = generation.headers
         self._parsers = [resolved.plan.make() for _ in resolved.requests]

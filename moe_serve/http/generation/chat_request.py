@@ -20,7 +20,7 @@ from moe_serve.http.schema.chat_messages import (
     template_options,
 )
 from moe_serve.http.schema.service_fields import NO_WISH, ServiceWish
-from moe_serve.http.schema.tool_fields import ToolChoice, ToolDefinition, tool_dicts
+from moe_serve.http.schema.tool_fields import ToolDefinition, tool_dicts
 from moe_serve.text.chat_template import join_text_parts
 
 TruncationSide = Literal["left", "right"]
@@ -40,15 +40,14 @@ class Truncation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """The part of a request that its prompt is made of, and by which its answer is parsed.
+    """The part of a request that determines its prompt and the parsing of its answer.
 
-    /tokenize and the routes that count tokens need nothing else; an answer also needs
-    `AnswerOptions`.
+    /tokenize and the routes that count tokens need only this; an answer also needs `AnswerOptions`.
     """
 
     messages: tuple[ChatMessage, ...]
     tools: tuple[ToolDefinition, ...] = ()
-    tool_choice: ToolChoice | None = None
+    tool_choice: str | dict[str, str] | None = None  # a word, or the name of a function
     is_parallel: bool = True  # an answer may have several calls
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     reasoning_effort: ReasoningEffort | None = None
@@ -124,5 +123,5 @@ class AnswerOptions:
     may_draft: bool = True  # drafted tokens may be verified for it
     prediction: str | None = None  # the answer that the client expects
     wish: ServiceWish = NO_WISH
-    entitlement: Entitlement = NO_ENTITLEMENT  # what became of the wish
+    entitlement: Entitlement = NO_ENTITLEMENT  # the service that the request gets
     adapter: Adapter | None = None  # None: the base model

@@ -17,7 +17,7 @@ import msgspec
 from moe_serve.engine.request.request import TokenExperts, TokenLogprob
 from moe_serve.text.tokenizer import Tokenizer
 
-# formatted on the event loop; more would block it for milliseconds or seconds
+# most numbers that are formatted on the event loop; more would block it for milliseconds or seconds
 MAX_INLINE_LOGPROBS = 2048
 _LOWEST = -9999.0  # JSON has no -inf
 
@@ -115,7 +115,7 @@ def _by_id(entry: TokenLogprob | None, tokenizer: Tokenizer) -> dict[str, Any] |
     }
 
 
-IDS_PER_LOGPROB = 64  # this many take about as long to write as one log probability
+IDS_PER_LOGPROB = 64  # number of ids that take about as long to write as one log probability
 
 
 def num_expert_ids(experts: Sequence[TokenExperts] | None) -> int:

@@ -17,7 +17,7 @@ from moe_serve.http.generation.chat_request import Chat, Truncation
 from moe_serve.http.generation.served_model import MAX_INLINE_CHARS, ServedModel
 from moe_serve.http.schema.chat_messages import ChatMessage
 
-_MAX_CUT_BYTES = 262_144  # of a text that is truncated after tokenization, if the context is small
+_MAX_CUT_BYTES = 262_144  # least limit for a text that is truncated after tokenization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,9 @@ async def text_prompt(text: str, model: ServedModel, *, add_special_tokens: bool
 
 async def predicted_tokens(text: str, model: ServedModel, *, is_used: bool) -> tuple[int, ...]:
     """Tokenizes the answer that a client expects, without special tokens. A text that is longer
-    than any answer is refused before it is tokenized; one that is not used is only checked."""
+    than any answer is refused before it is tokenized. If the prediction is not used, its text is
+    only checked.
+    """
     param, least = "prediction.content", model.tokenizer.min_num_tokens(text)
     most = model.max_model_len * model.tokenizer.usual_bytes_per_token
     if least >= model.max_model_len or len(text) > most:

@@ -25,7 +25,7 @@ from moe_serve.http.schema.api_error import (
 
 PREDICTED_HEADER = "X-Predicted-Ttft-Ms"
 DEADLINE_EXCEEDED = "deadline_exceeded"
-_LONGEST_RETRY_S = 60.0  # of a full queue; clients do not wait longer
+_LONGEST_RETRY_S = 60.0  # longest time that a full queue names; clients do not wait longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ def exceeded(delta: TokenDelta) -> ApiError:
 def _with_honest_retry(
     error: ServerOverloadedError, predicted_s: float | None
 ) -> ServerOverloadedError:
-    """Returns the error of a full queue, with the time until what is in it will have begun."""
+    """Returns the error of a full queue, with the time until the queued requests have begun."""
     if predicted_s is None or error.is_draining:
         return error
     seconds = min(max(predicted_s, error.retry_after_s), _LONGEST_RETRY_S)

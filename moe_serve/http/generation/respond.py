@@ -62,7 +62,9 @@ def error_event(error: ApiError) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SseStyle:
-    """The parts of an API's stream beside its events. The defaults are those of OpenAI's chat."""
+    """The parts of an API's stream that are not its events. The defaults are those of OpenAI's
+    chat.
+    """
 
     write_error: Callable[[ApiError], bytes] = error_event
     end: bytes = DONE_EVENT

@@ -90,8 +90,9 @@ class ServedModel:
     kv_windows: KVWindowRules = NO_KV_WINDOWS
 
     async def named(self, name: str | None) -> NamedModel:
-        """Returns what a request named, with the weights of an adapter, which are read in a thread
-        if they are not in memory. Raises ModelNotFoundError."""
+        """Returns the model or adapter that a request named. The weights of an adapter are read in
+        a thread if they are not in memory. Raises ModelNotFoundError.
+        """
         self.check_name(name)
         known = None if name is None else self._adapter_name(name)
         if known is None or self.adapters is None:
@@ -105,8 +106,9 @@ class ServedModel:
         return NamedModel(name=known, fingerprint=fingerprint, adapter=adapter)
 
     def version(self, name: str) -> AdapterVersion | None:
-        """Returns the adapter of a name, which may follow the model's and a colon; None: there is
-        no such adapter."""
+        """Returns the adapter with this name, which may follow the model's name and a colon; None
+        if it does not exist.
+        """
         known = self._adapter_name(name)
         return None if known is None or self.adapters is None else self.adapters.version(known)
 

@@ -1,4 +1,5 @@
-"""Decides the service of a request: its tier, its tenant, its targets, and what it is told of them.
+"""Decides the service of a request: its tier, its tenant, its targets, and what its answer says
+about them.
 
 A client names a tier by `service_tier`, and may ask for other targets in `slo` or in headers. Its
 API key decides which tiers it may name, and whether targets may be tighter than those of the tier.
@@ -18,7 +19,7 @@ from moe_serve.http.metrics.service_rows import CLIENTS_OWN
 from moe_serve.http.schema.parameters import check_fields
 from moe_serve.http.schema.service_fields import ServiceWish
 
-MAX_USER_CHARS = 64  # of a tenant's name; what is longer is cut
+MAX_USER_CHARS = 64  # longest name of a tenant; the rest is cut
 _TARGETS = ("ttft_s", "tpot_s", "e2e_s")
 _AUTO, _DEFAULT = "auto", "default"
 _ORDERS_BY_TARGET = ("edf", "atc")
@@ -60,7 +61,9 @@ class ServiceTiers:
         return self._tiers
 
     def admit(self, wish: ServiceWish, client: Client) -> Entitlement:
-        """Raises InvalidRequestError for what this client may not have, with what it may."""
+        """Returns the service that this client gets. Raises InvalidRequestError for a tier or
+        target that it may not have, with the allowed ones.
+        """
         unknown = check_fields(wish.unknown, frozenset(), {}, "slo.", self._server.is_strict)
         if not self._uses_targets:
             return self._without_targets(wish, unknown)
@@ -86,8 +89,10 @@ class ServiceTiers:
         )
 
     def _without_targets(self, wish: ServiceWish, unknown: Sequence[str]) -> Entitlement:
-        """The server has no tiers and does not order by targets: `service_tier` is ignored as
-        OpenAI's clients expect, but targets that nothing keeps are refused."""
+        """Handles a request to a server that has no tiers and does not order by targets.
+        `service_tier` is ignored, as OpenAI's clients expect, but targets are refused, because the
+        server could not keep them.
+        """
         asked = [name for name in wish.fields if not name.startswith("x-")]
         if asked and self._server.is_strict:
             raise InvalidRequestError(

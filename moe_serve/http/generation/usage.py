@@ -15,7 +15,7 @@ Timing = Mapping[str, object]  # null: not known
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionUsage:
-    """The drafted tokens of a client's prediction. Those accepted are tokens of the answer."""
+    """The drafted tokens of a client's prediction. The accepted ones are tokens of the answer."""
 
     num_accepted: int = 0
     num_rejected: int = 0
@@ -34,7 +34,7 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     tier_tokens: int = 0  # those of the cached tokens that came from a disk
-    kv_dropped_tokens: int | None = None  # that the answers did not see at their ends
+    kv_dropped_tokens: int | None = None  # tokens that the answers no longer saw at their ends
     reasoning_tokens: int | None = None
     prediction: PredictionUsage | None = None  # None: the client sent no prediction
     timing: Timing | None = None
@@ -42,8 +42,9 @@ class Usage:
 
 
 def timing_of(sequence: FinishedSequence) -> Timing:
-    """vLLM's `metrics`. As in vLLM, the first token is timed from the first step, not from
-    arrival. A server that verifies drafts adds their figures."""
+    """Returns vLLM's `metrics`. As in vLLM, the first token is timed from the first step, not from
+    arrival. A server that verifies drafts adds their figures.
+    """
     inference_ms = _ms(sequence.inference_s)
     tpot_s, drafts = sequence.tpot_s, sequence.drafts
     return {
@@ -59,8 +60,9 @@ def timing_of(sequence: FinishedSequence) -> Timing:
 
 
 def _draft_figures(drafts: DraftTally) -> Mapping[str, object]:
-    """vLLM's figures of a request's drafts. The mean counts the token that a step makes without a
-    draft too."""
+    """Returns vLLM's figures of a request's drafts. The mean also counts the token that a step
+    makes without a draft.
+    """
     num_drafts, num_drafted = drafts.num_drafts, drafts.num_drafted
     accepted = drafts.num_accepted
     return {
@@ -74,7 +76,7 @@ def _draft_figures(drafts: DraftTally) -> Mapping[str, object]:
 
 
 def llama_timings(sequence: FinishedSequence) -> Mapping[str, float] | None:
-    """llama.cpp's `timings`, or None if there is no first token.
+    """Returns llama.cpp's `timings`, or None if there is no first token.
 
     "prompt" covers the prompt tokens that were not cached, until the first token of the answer;
     "predicted" covers the answer's tokens after that.

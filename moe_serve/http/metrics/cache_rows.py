@@ -86,7 +86,7 @@ _external = ScrapePart[TierStats](lambda scrape: scrape.stats.tier, is_vllm=True
 _TIER_ROWS = (
     _external.counter(
         "external_prefix_cache_queries",
-        "Prompt tokens that the prefix cache did not have and the KV tier was asked for.",
+        "Prompt tokens that were not in the prefix cache and were looked up in the KV tier.",
         lambda t: t.queried_tokens,
     ),
     _external.counter(
@@ -110,14 +110,14 @@ _TIER_ROWS = (
     ),
     _tier.gauge(
         "queue_pages",
-        "Pages that are not written yet.",
+        "Pages that wait to be written.",
         _by_tier(lambda t: t.num_queued),
         "tier",
     ),
     _tier.counter("read_bytes", "Bytes of loaded pages.", _by_tier(lambda t: t.read_bytes), "tier"),
     _tier.counter(
         "written_bytes",
-        "Bytes that were written, headers included.",
+        "Written bytes, headers included.",
         _by_tier(lambda t: t.written_bytes),
         "tier",
     ),
@@ -129,7 +129,7 @@ _TIER_ROWS = (
     ),
     _tier.counter(
         "loads",
-        "Pages by the result of loading them: hit, late (the request computed instead), corrupt, "
+        "Pages to load, by result: hit, late (the request computed them instead), corrupt, "
         "failed, skipped_slow (computing was expected to be faster).",
         _by_result(lambda t: t.loads, get_args(LoadResult)),
         "tier",
@@ -137,8 +137,8 @@ _TIER_ROWS = (
     ),
     _tier.counter(
         "saves",
-        "Pages by the result of storing them: saved, dropped (the queue or the disk was full), "
-        "failed, over_budget (bytes of the day).",
+        "Pages to store, by result: saved, dropped (the queue or the disk was full), failed, "
+        "over_budget (the limit of bytes per day was reached).",
         _by_result(lambda t: t.saves, get_args(SaveResult)),
         "tier",
         "result",
@@ -147,10 +147,10 @@ _TIER_ROWS = (
 
 _events = ScrapePart[EventStats](lambda scrape: scrape.kv_events, "kv_event_")
 _EVENT_ROWS = (
-    _events.counter("batches", "KV event batches that were published.", lambda e: e.num_batches),
+    _events.counter("batches", "Published batches of KV events.", lambda e: e.num_batches),
     _events.counter(
         "pages",
-        "Pages that KV events have told of, by the change: stored or removed.",
+        "Pages reported in KV events, by change: stored or removed.",
         lambda e: {("stored",): e.num_stored, ("removed",): e.num_removed},
         "change",
     ),

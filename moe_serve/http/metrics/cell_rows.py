@@ -27,7 +27,7 @@ def _each(value: Callable[[CellStatus], float]) -> Callable[[Sequence[CellStatus
 
 
 def _by_state(cells: Sequence[CellStatus]) -> Samples:
-    """Counts the cells in each state, also in those that no cell is in."""
+    """Counts the cells in each state; a state without cells counts 0."""
     return {(state,): sum(cell.state == state for cell in cells) for state in get_args(CellState)}
 
 
@@ -53,13 +53,13 @@ _CELL_ROWS: tuple[MetricRow, ...] = (
     ),
     _cells.gauge(
         "draining",
-        "1 while a cell gets no new requests, as it drains or leaves, else 0.",
+        "1 while a cell gets no new requests because it drains or leaves, else 0.",
         _each(lambda cell: float(cell.is_draining)),
         *_LABELS,
     ),
     _cells.gauge(
         "outage_seconds",
-        "For how long a cell has been unable to compute; 0 while it can.",
+        "Time since a cell has been unable to compute; 0 while it can.",
         _each(lambda cell: cell.outage_s),
         *_LABELS,
     ),
@@ -70,13 +70,13 @@ _moves = ScrapePart[MovesStats](lambda scrape: scrape.stats.moves, "cell_")
 _MOVE_ROWS: tuple[MetricRow, ...] = (
     _moves.counter(
         "moves",
-        "Moves of requests between cells that have ended, by what they were for and their result. "
-        "A done move computed nothing again.",
+        "Ended moves of requests between cells, by purpose and result. A move that is done "
+        "computed nothing again.",
         lambda m: {(kind, result): count for (kind, result), count in m.ended.items()},
         "kind",
         "result",
     ),
-    _moves.gauge("moves_open", "Moves of requests that are under way.", lambda m: m.num_leases),
+    _moves.gauge("moves_open", "Moves of requests in progress.", lambda m: m.num_leases),
     _moves.counter("moved_pages", "KV pages that arrived in another cell.", lambda m: m.num_pages),
     _moves.counter("moved_bytes", "Bytes of these pages.", lambda m: m.num_bytes),
     _moves.counter(
@@ -86,7 +86,7 @@ _MOVE_ROWS: tuple[MetricRow, ...] = (
     ),
     _moves.counter(
         "recomputed_tokens",
-        "Tokens that were computed again, as their pages were lost on the way.",
+        "Tokens that were computed again because their pages were lost on the way.",
         lambda m: m.num_recomputed_tokens,
     ),
     _moves.histogram(
@@ -104,14 +104,14 @@ _scaling = ScrapePart[ScalingStats](lambda scrape: scrape.stats.scaling, "cells_
 _SCALING_ROWS: tuple[MetricRow, ...] = (
     _scaling.gauge(
         "wanted",
-        "Cells of a role that autoscaling wants, within its limits.",
+        "Number of cells of a role that autoscaling wants, within its limits.",
         lambda s: {(role,): count for role, count in s.wanted.items()},
         "role",
     ),
     _scaling.counter(
         "scale_decisions",
-        "Decisions of autoscaling, by what followed: add, remove, keep, hold (other numbers are "
-        "wanted and cannot be had now) or failed (a cell could not start).",
+        "Decisions of autoscaling, by result: add, remove, keep, hold (another number is wanted "
+        "but not possible now) or failed (a cell could not start).",
         lambda s: {(action,): s.num_decisions.get(action, 0) for action in get_args(ScaleAction)},
         "action",
     ),

@@ -12,8 +12,9 @@ _PREDICTION = "prediction"  # the source of drafts from a client's prediction
 
 @dataclass(slots=True, kw_only=True)
 class DraftTally:
-    """Counts what became of a sequence's drafts. An accepted token is a token of the answer, so one
-    behind a stop string is not accepted."""
+    """Counts the results of a sequence's drafts. An accepted token is a token of the answer, so a
+    token behind a stop string is not accepted.
+    """
 
     num_drafts: int = 0  # steps that verified a draft
     num_drafted: int = 0  # tokens

@@ -11,8 +11,8 @@ _lora = ScrapePart[AdapterScrape](lambda scrape: scrape.adapters, is_vllm=True)
 ADAPTER_ROWS: tuple[MetricRow, ...] = (
     _lora.gauge(
         "lora_requests_info",
-        "Seconds since 1970; the labels give the most adapters that can be loaded, and those of "
-        "open requests: with a first token, and without one.",
+        "Seconds since 1970. The labels give the largest number of adapters that can be loaded, "
+        "and the adapters of open requests: those with a first token and those without.",
         lambda a: {(str(a.max_names), ",".join(a.running), ",".join(a.waiting)): time.time()},
         "max_lora",
         "running_lora_adapters",
@@ -20,7 +20,7 @@ ADAPTER_ROWS: tuple[MetricRow, ...] = (
     ),
     _adapters.counter(
         "loads",
-        "Adapters that were read from their files, also again, by the result.",
+        "Reads of adapters from their files, repeated reads included, by result.",
         lambda a: {
             ("loaded",): float(a.stats.num_loads),
             ("failed",): float(a.stats.num_failures),

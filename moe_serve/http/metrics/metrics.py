@@ -94,7 +94,7 @@ class ServerMetrics:
         self.recent = RecentRequests()
 
     def collect(self, name: str) -> Iterator[Metric]:
-        """Yields the metric of this name, if the server has it."""
+        """Yields the metric with this name, if the server has it."""
         observed = self._histograms.get(name) or self._counters.get(name)
         for metric in () if observed is None else observed.collect():
             metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]

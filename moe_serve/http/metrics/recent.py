@@ -65,7 +65,7 @@ class RecentTimes:
             self._seconds[-1][1].update(dict(zip(map(int, buckets), map(int, counts), strict=True)))
 
     def look(self, window_s: int = WINDOW_S) -> Percentiles | None:
-        """Percentiles of the last `window_s` seconds; None: nothing was added."""
+        """Returns the percentiles of the last `window_s` seconds; None if nothing was added."""
         oldest, total = int(self._clock()) - window_s, Counter[int]()
         with self._lock:
             for second, counts in self._seconds:

@@ -1,4 +1,4 @@
-"""Takes what one scrape of /metrics reads, and defines a row of the metrics table.
+"""Takes the snapshots that one scrape of /metrics reads, and defines a row of the metrics table.
 
 A scrape holds snapshots of the engine, the server and the experts.
 """
@@ -123,7 +123,7 @@ class Scrape:
     startup: Startup
     is_ready: bool
     experts: ExpertScrape | None
-    drafts: DraftCounts | None = None  # with an entry for every source
+    drafts: DraftCounts | None = None  # has an entry for every source
     adapters: AdapterScrape | None = None
     kv_events: EventStats | None = None
 

@@ -13,7 +13,7 @@ from moe_serve.engine.request.service_stats import (
 )
 from moe_serve.http.metrics.scrape import MetricRow, Samples, ScrapePart
 
-CLIENTS_OWN = "user:"  # tenants that clients have named: their names are no labels
+CLIENTS_OWN = "user:"  # tenants that clients have named: their names are never labels
 _TARGETS = ("ttft", "tpot", "e2e")
 
 
@@ -95,7 +95,7 @@ def _has_tiers(stats: ServiceStats | None) -> bool:
 SERVICE_ROWS: tuple[MetricRow, ...] = (
     _tiers.counter(
         "requests",
-        "Sequences that ended, without those that clients left.",
+        "Sequences that ended, except those whose client disconnected.",
         _each(lambda c: c.num_finished),
         "tier",
     ),
@@ -120,7 +120,7 @@ SERVICE_ROWS: tuple[MetricRow, ...] = (
     ),
     _tiers.counter(
         "target_met",
-        "Those of them that kept it (attainment is this over target_requests).",
+        "Sequences that kept this target. Attainment is this count over target_requests.",
         _targets(0),
         "tier",
         "target",
@@ -146,7 +146,8 @@ SERVICE_ROWS: tuple[MetricRow, ...] = (
     ),
     _tiers.gauge(
         "predicted_output_limit_tokens",
-        "This limit for a new sequence, as the recent answers of the tier are; absent: none yet.",
+        "The predicted limit for a new sequence, from the recent answers of the tier; absent "
+        "until there are enough.",
         _output_limits,
         "tier",
     ),
@@ -164,21 +165,21 @@ SERVICE_ROWS: tuple[MetricRow, ...] = (
     ),
     _tiers.counter(
         "urgent_preemptions",
-        "Times that a running sequence gave its seat to a more urgent one.",
+        "Times that a running sequence had to give its seat to a more urgent one.",
         _each(lambda c: c.num_urgent_preemptions),
         "tier",
     ),
     _tiers.counter(
         "promises",
-        "Accepted requests that could have been refused, by whether their target was kept.",
+        "Accepted requests that could have been refused, by whether they kept their target.",
         _promises,
         "tier",
         "outcome",
     ),
     _service.counter(
         "tenant_service_seconds",
-        "Predicted time of the work done for a tenant, of the 20 with the most. Tenants that only "
-        "the field user names are left out.",
+        "Predicted time of the work done for a tenant, for the 20 tenants with the most. Tenants "
+        "that are named only in the field `user` are left out.",
         _of_tenant(lambda each: each.service_s),
         "tier",
         "tenant",
@@ -192,7 +193,7 @@ SERVICE_ROWS: tuple[MetricRow, ...] = (
     ),
     _service.counter(
         "tenant_good_requests",
-        "Those of them that kept all their targets.",
+        "Sequences of these tenants that kept all their targets.",
         _of_tenant(lambda each: each.num_good),
         "tier",
         "tenant",
@@ -207,7 +208,8 @@ SERVICE_ROWS: tuple[MetricRow, ...] = (
     _service.gauge("tenants", "Tenants that the scheduler remembers.", lambda s: s.num_tenants),
     _service.gauge(
         "tenant_jain_index",
-        "Evenness of the service of tenants that want any: 1 is even, 1/n if one has everything.",
+        "Evenness of the service of the n tenants that have requests: 1 if all get the same, 1/n "
+        "if one tenant gets everything.",
         lambda s: s.jain_index,
     ),
     _service.histogram(
@@ -217,17 +219,17 @@ SERVICE_ROWS: tuple[MetricRow, ...] = (
     ),
     _forecast.counter(
         "compared",
-        "Forecasts of a first token that were compared with its time.",
+        "Forecasts of a first token that were compared with its actual time.",
         lambda f: f.num_compared,
     ),
     _forecast.gauge(
         "error_ratio",
-        "Median of |actual - predicted| over actual, of the recent ones.",
+        "Median of |actual - predicted| / actual of the recent forecasts.",
         lambda f: f.median_error if f.num_compared else {},
     ),
     _forecast.gauge(
         "p90_ratio",
-        "Factor of the cautious forecast: nine of ten first tokens came within it.",
+        "Factor of the cautious forecast, which nine of ten first tokens kept.",
         lambda f: f.p90_ratio,
     ),
 )

@@ -186,10 +186,11 @@ _REQUEST_ROWS = (
         lambda s: s.request.rules.max_tokens,
     ),
     _observed("request_success", "Sequences that ended.", "finished_reason", is_vllm=True),
-    _observed("kv_window_requests", "Sequences with a `kv_window` that ended."),
+    _observed("kv_window_requests", "Ended sequences that had a `kv_window`."),
     _observed(
         "kv_window_dropped_tokens",
-        "Tokens whose pages a `kv_window` gave back, of sequences that ended: whole pages.",
+        "Tokens in the pages that a `kv_window` gave back, for ended sequences. Only whole pages "
+        "count.",
     ),
     _observed("admission_rejections", "Requests that were not accepted.", "reason", is_vllm=True),
     _observed(

@@ -37,7 +37,7 @@ from moe_serve.http.schema.kv_window_fields import KVWindowFields
 from moe_serve.http.schema.parameters import check_extra_fields, check_fields
 from moe_serve.http.schema.service_fields import Label, ServiceTierName, ServiceWish, SloFields
 from moe_serve.http.schema.structured import StructuredFields
-from moe_serve.http.schema.tool_fields import ToolChoice, ToolList, check_tools
+from moe_serve.http.schema.tool_fields import ToolChoice, ToolList, allowed_tools, check_tools
 from moe_serve.text.chat_template import join_text_parts
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -230,10 +230,11 @@ class ChatBody(GenerationBody):
             )
 
     def chat(self) -> Chat:
+        tools, tool_choice = allowed_tools(self.tools or (), self.tool_choice)
         return Chat(
             messages=tuple(self.messages),
-            tools=tuple(self.tools or ()),
-            tool_choice=self.tool_choice,
+            tools=tools,
+            tool_choice=tool_choice,
             is_parallel=self.parallel_tool_calls is not False,
             template_kwargs=self.chat_template_kwargs or {},
             reasoning_effort=self.reasoning_effort,

@@ -14,10 +14,13 @@ class KVWindowFields(StrictSchema):
     sinks: Int | None = None
 
     def wish(self) -> KVWindow:
-        """Raises InvalidRequestError for a field that it does not have, or out of range."""
+        """Returns the window. Raises InvalidRequestError for an unknown field or a value out of
+        range.
+        """
         if self.model_extra:
             raise InvalidRequestError(
-                f"kv_window has the fields window and sinks, got {min(self.model_extra)[:100]!r}.",
+                "kv_window may only have the fields window and sinks, got "
+                f"{min(self.model_extra)[:100]!r}.",
                 param=PARAM,
             )
         if self.sinks is None:

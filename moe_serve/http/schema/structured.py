@@ -135,8 +135,9 @@ class StructuredFields(StrictSchema):
 
 
 def wished_constraint(wishes: Iterable[_Wish]) -> tuple[Constraint | None, str | None]:
-    """Returns the one wish that has a value, and its field. Raises InvalidRequestError if there are
-    two."""
+    """Returns the only wish that has a value, and its field. Raises InvalidRequestError if two have
+    one.
+    """
     found = [wish for wish in wishes if wish[2] is not None]
     if not found:
         return None, None

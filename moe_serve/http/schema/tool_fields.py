@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -44,40 +45,69 @@ class CallMessage(StrictSchema):
     function: CalledFunction
 
 
+@dataclass(frozen=True, slots=True)
+class AllowedTools:
+    """A choice among some of the tools: the model sees only these."""
+
+    mode: Literal["auto", "required"]
+    names: tuple[str, ...]
+
+
 def _choice(value: Any) -> Any:
-    """Normalises tool_choice: one of the words, or a function as {"name": ...}."""
+    """Normalises tool_choice: one of the words, a function as {"name": ...}, or AllowedTools."""
     if value is None or value in ("none", "auto", "required"):
         return value
-    function = value.get("function") if isinstance(value, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if isinstance(name, str) and isinstance(value, Mapping) and value.get("type") == "function":
-        return {"name": name[:256]}
+    if isinstance(value, Mapping):
+        name = _function_name(value)
+        if name is not None:
+            return {"name": name[:256]}
+        allowed = value.get("allowed_tools") if value.get("type") == "allowed_tools" else None
+        if isinstance(allowed, Mapping) and allowed.keys() == {"mode", "tools"}:
+            mode, tools = allowed["mode"], allowed["tools"]
+            names = [_function_name(tool) for tool in tools] if isinstance(tools, list) else []
+            known = tuple(name for name in names if name is not None)
+            if mode in ("auto", "required") and known and len(known) == len(names):
+                return AllowedTools(mode, known)
     raise PydanticCustomError(
         "tool_choice",
-        'must be "none", "auto", "required" or {"type": "function", "function": '
-        '{"name": a string}}',
+        'must be "none", "auto", "required", {"type": "function", "function": '
+        '{"name": a string}} or {"type": "allowed_tools", "allowed_tools": {"mode": "auto" or '
+        '"required", "tools": a list of such functions}}',
     )
 
 
+def _function_name(value: Any) -> str | None:
+    """Returns the name in {"type": "function", "function": {"name": ...}}; None: another form."""
+    function = value.get("function") if isinstance(value, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) and value.get("type") == "function" else None
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+_FUNCTION_SCHEMA = _object(
+    {"type": {"const": "function"}, "function": _object({"name": {"type": "string"}})}
+)
+_ALLOWED_SCHEMA: dict[str, Any] = {
+    "mode": {"enum": ["auto", "required"]},
+    "tools": {"type": "array", "minItems": 1, "items": _FUNCTION_SCHEMA},
+}
 _CHOICE_SCHEMA = {
     "anyOf": [
         {"enum": ["none", "auto", "required"]},
-        {
-            "type": "object",
-            "properties": {
-                "type": {"const": "function"},
-                "function": {
-                    "type": "object",
-                    "properties": {"name": {"type": "string"}},
-                    "required": ["name"],
-                },
-            },
-            "required": ["type", "function"],
-        },
+        _FUNCTION_SCHEMA,
+        _object(
+            {
+                "type": {"const": "allowed_tools"},
+                "allowed_tools": {**_object(_ALLOWED_SCHEMA), "additionalProperties": False},
+            }
+        ),
     ]
 }
 ToolChoice = Annotated[
-    str | dict[str, str], BeforeValidator(_choice), WithJsonSchema(_CHOICE_SCHEMA)
+    str | dict[str, str] | AllowedTools, BeforeValidator(_choice), WithJsonSchema(_CHOICE_SCHEMA)
 ]
 ToolList = Annotated[
     list[ToolDefinition],
@@ -87,7 +117,18 @@ ToolList = Annotated[
 CallList = Annotated[list[CallMessage], Field(fail_fast=True), at_most("calls", MAX_TOOLS)]
 
 
-def check_tools(tools: Sequence[ToolDefinition], choice: str | dict[str, str] | None) -> None:
+def allowed_tools(
+    tools: Sequence[ToolDefinition], choice: str | dict[str, str] | AllowedTools | None
+) -> tuple[tuple[ToolDefinition, ...], str | dict[str, str] | None]:
+    """Returns the tools that the choice leaves, and the choice among these."""
+    if not isinstance(choice, AllowedTools):
+        return tuple(tools), choice
+    return tuple(tool for tool in tools if tool.function.name in choice.names), choice.mode
+
+
+def check_tools(
+    tools: Sequence[ToolDefinition], choice: str | dict[str, str] | AllowedTools | None
+) -> None:
     """Checks the sizes and names of the tools, and that the choice is one of them."""
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
@@ -106,11 +147,12 @@ def check_tools(tools: Sequence[ToolDefinition], choice: str | dict[str, str] | 
         raise InvalidRequestError(
             'tool_choice "required" needs at least one function in tools.', param="tool_choice"
         )
-    if isinstance(choice, dict) and choice["name"] not in names:
-        raise InvalidRequestError(
-            f"tool_choice names {choice['name'][:64]!r}, which is not in tools.",
-            param="tool_choice",
-        )
+    chosen: tuple[str, ...] = (choice["name"],) if isinstance(choice, dict) else ()
+    for name in choice.names if isinstance(choice, AllowedTools) else chosen:
+        if name not in names:
+            raise InvalidRequestError(
+                f"tool_choice names {name[:64]!r}, which is not in tools.", param="tool_choice"
+            )
 
 
 def check_depth(value: Any, param: str, limit: int) -> None:

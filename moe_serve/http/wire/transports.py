@@ -1,4 +1,4 @@
-"""Transports around those of asyncio, and the limits of one connection that HTTP does not define.
+"""Transports that wrap those of asyncio, and limits of a connection that HTTP does not define.
 
 One transport closes patiently, one writes without the GIL. `has_arrived` and `num_arrived` read
 from the kernel how many written bytes have reached the client.
@@ -34,7 +34,7 @@ HEAD_TIMEOUT_S = 20.0
 WRITE_TIMEOUT_S = 60.0
 # the distance between the marks where a transport pauses and resumes writing
 LEAST_TAKEN_BYTES = 48 * 1024
-_LINGER_S = 2.0  # keeps reading after a refusal: closing at once could discard the answer
+_LINGER_S = 2.0  # time of reading on after a refusal: closing at once could discard the answer
 
 
 class ConnectionGuard:

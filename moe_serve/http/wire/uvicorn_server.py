@@ -59,7 +59,7 @@ class Tls:
         return None
 
     def look(self) -> None:
-        """Checks the files at most once a second. To be called often."""
+        """Checks the files, at most once a second. Call it often."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -108,7 +108,7 @@ _LOOK_S = 0.1
 
 
 def uvicorn_config(app: ASGIApp, tls: Tls | None) -> uvicorn.Config:
-    """`tls` None: plain HTTP."""
+    """Returns the configuration for uvicorn. With `tls` None the server speaks plain HTTP."""
 
     def context(*_: object) -> ssl.SSLContext:
         assert tls is not None, "TLS is configured"

@@ -146,8 +146,8 @@ class CheckpointWriter:
 
 
 def check_target(folder: Path) -> None:
-    """Raises ConfigError unless a new folder can be made there. What a killed writer left is no
-    obstacle.
+    """Raises ConfigError unless a new folder can be made there. The remains of a killed writer do
+    not count.
     """
     parent = folder.absolute().parent
     if not parent.is_dir():
@@ -167,7 +167,9 @@ def files_beside(folder: Path) -> dict[str, bytes]:
 
 
 def _into_shards(plan: Sequence[PlannedTensor], most: int) -> list[list[PlannedTensor]]:
-    """Group tensors in order into shards of at most `most` bytes; a larger tensor has its own."""
+    """Groups tensors in order into shards of at most `most` bytes. A larger tensor has its own
+    shard.
+    """
     shards: list[list[PlannedTensor]] = [[]]
     room = most
     for tensor in plan:

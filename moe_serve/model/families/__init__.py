@@ -77,8 +77,8 @@ def family_of(config: HFConfig) -> Family:
 
 
 def _hint(architecture: str) -> str:
-    """Suggest the nearest name, if one is near, and the page that lists all names: a full list is
-    too long.
+    """Suggests the nearest name, if one is similar, and the page that lists all names, because a
+    full list is too long.
     """
 
     def stem(name: str) -> str:

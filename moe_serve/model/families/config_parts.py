@@ -1,4 +1,4 @@
-"""The declaration that each family file makes, and readers of configs that several families share:
+"""Defines the declaration of a family, and readers of config keys that several families share:
 widths, attention, layers, windows, routers.
 """
 
@@ -34,7 +34,9 @@ class Family:
     read_mtp: ReadMTP | None = None
 
     def prefix_in(self, has: Callable[[str], bool]) -> str:
-        """Returns what this checkpoint writes before each name; `has` tells if a tensor exists."""
+        """Returns the prefix of each name in this checkpoint. `has` says whether a tensor
+        exists.
+        """
         found = (prefix for prefix in self.prefixes if has(prefix + self.names.embedding))
         return next(found, self.prefixes[0])
 

@@ -98,7 +98,9 @@ def _unpacked(words_KW: Tensor) -> Tensor:
 
 
 def _repacked(words_KW: Tensor) -> Tensor:
-    """Repack [K, N / 8] int32 -> [N, ceil(K / 2)] uint8, two inputs per byte, the first one low."""
+    """Repacks [K, N / 8] int32 -> [N, ceil(K / 2)] uint8, two inputs per byte, the first one
+    low.
+    """
     words_WK = F.pad(words_KW.t(), (0, len(words_KW) % 2))
     low_WB, high_WB = words_WK[:, ::2].contiguous(), words_WK[:, 1::2].contiguous()
 

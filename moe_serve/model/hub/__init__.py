@@ -1,1 +1,1 @@
-"""Fetches models by name from a hub into the shared cache, and reads what the cache holds."""
+"""Downloads models by name from a hub into the shared cache, and lists the models in the cache."""

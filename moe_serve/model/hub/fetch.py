@@ -128,7 +128,9 @@ class _Fetching:
         is_known = commit is not None and size_of(self._folder.snapshot(commit) / CONFIG)
         if self._settings.is_offline or (self._name.is_pinned and is_known):
             if commit is None or not is_known:
-                return cached_model(self._name, self._settings)  # says what is missing
+                return cached_model(
+                    self._name, self._settings
+                )  # raises an error that names the missing files
             return self._folder.snapshot(commit)
         listing = self._listing()
         if listing is None:
@@ -248,7 +250,7 @@ def _drain(
     errors: queue.SimpleQueue[Exception | None],
     stop: threading.Event,
 ) -> None:
-    """Run downloads until none is left, and report the error that ended this thread, or None."""
+    """Runs downloads until none is left, and reports the error that ended this thread, or None."""
     try:
         while not stop.is_set():
             work.get_nowait().run()

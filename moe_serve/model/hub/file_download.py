@@ -1,4 +1,4 @@
-"""Receives a file: continues where an earlier attempt ended, and checks the hash before use."""
+"""Downloads a file: continues where an earlier attempt ended, and checks the hash before use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks a hub for the files of a model, and says in one sentence why it refuses."""
+"""Asks a hub for the files of a model, and turns its refusals into sentences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_serve.model.hub.hub_settings import HubSettings
 from moe_serve.model.hub.repo_files import RepoFile, RepoListing
 
 _BUSY = frozenset({408, 429, 500, 502, 503, 504})
-_LONGEST_WAIT_S = 120.0  # whatever Retry-After says
+_LONGEST_WAIT_S = 120.0  # longest wait, regardless of Retry-After
 _MOST_LISTING_BYTES = 64 << 20
 
 
@@ -32,7 +32,7 @@ class TransientError(Exception):
 
 
 class Attempts:
-    """Waits after failed attempts, longer each time, and gives up after the last."""
+    """Counts failed attempts. Waits longer after each of them, and gives up after the last."""
 
     def __init__(self, settings: HubSettings, stop: threading.Event) -> None:
         self._waits, self._stop, self._num_failed = settings.retry_waits_s, stop, 0

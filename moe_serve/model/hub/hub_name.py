@@ -1,4 +1,4 @@
-"""Names of models on a hub, such as Qwen/Qwen3-30B-A3B@main, and their difference from folders."""
+"""Names of models on a hub, such as Qwen/Qwen3-30B-A3B@main, and how they differ from folders."""
 
 from __future__ import annotations
 
@@ -73,8 +73,9 @@ def hub_name_of(model: str | None) -> HubName | None:
 
 
 def hub_hint(model: str) -> str:
-    """Returns what to write for a model of the hub, if a missing folder looks like its name; else
-    an empty text."""
+    """Returns advice how to name a model of the hub, if a missing folder looks like such a name;
+    otherwise an empty text.
+    """
     if _parsed(model) is not None:
         return f", or {_PREFIX}{model} to fetch the model of that name from the hub"
     if _PART.fullmatch(model.partition("@")[0]):

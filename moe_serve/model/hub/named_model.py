@@ -1,18 +1,28 @@
-"""Turns the model of a configuration into a folder: a name is fetched, a folder stays."""
+"""Turns the model of a configuration into a folder: downloads a model given by name, and leaves a
+folder as it is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from moe_serve.config.sections import EngineConfig
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.families import family_of
 from moe_serve.model.formats import format_of
-from moe_serve.model.hub.download_bar import download_bar
 from moe_serve.model.hub.fetch import CheckConfig, ShowBytes, cached_model, fetch_model
 from moe_serve.model.hub.hub_name import HubName, hub_name_of
 from moe_serve.model.hub.hub_settings import HubSettings, hub_settings
@@ -88,7 +98,7 @@ def fetch_shown(
     check: CheckConfig = check_served,
 ) -> Path:
     """Fetches a model with a bar on the terminal. Raises HubError."""
-    with download_bar(Console(stderr=True, quiet=is_quiet), str(name)) as show:
+    with _download_bar(Console(stderr=True, quiet=is_quiet), str(name)) as show:
         return fetch_model(name, settings, check, _both(show, note))
 
 
@@ -102,3 +112,22 @@ def _both(one: ShowBytes | None, other: ShowBytes | None) -> ShowBytes | None:
             callback(done, total)
 
     return show
+
+
+@contextlib.contextmanager
+def _download_bar(console: Console, name: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Yields a callback (bytes received, bytes in all) that draws a bar; None without a
+    terminal."""
+    if not console.is_terminal or console.quiet:
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(f"downloading {name}", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -31,7 +31,7 @@ class RepoFile:
     digest: str  # SHA-256 of a large file; git's SHA-1 of a small one
 
     def hasher(self) -> Any:
-        """Returns a hash that ends in `digest` once the whole content has gone through it."""
+        """Returns a hash object whose result is `digest` after the whole content."""
         if len(self.digest) == 64:
             return hashlib.sha256()
         # https://git-scm.com/book/en/v2/Git-Internals-Git-Objects: a blob's header comes first.

@@ -77,7 +77,7 @@ class RepoFolder:
             _write(self.root / "refs" / revision, commit)
 
     def note_files(self, commit: str, files: Iterable[RepoFile]) -> None:
-        """Note which files a whole snapshot has, before they are received. Raises OSError."""
+        """Notes the files of a whole snapshot before they are received. Raises OSError."""
         sizes = {file.name: file.size for file in files}
         _write(self._note(commit), json.dumps({"files": sizes}, indent=1))
 
@@ -110,7 +110,8 @@ class RepoFolder:
 
     @contextlib.contextmanager
     def lock(self, on_wait: Callable[[], None] | None) -> Iterator[None]:
-        """Holds the model's lock: one process of the host fetches or removes it at a time.
+        """Holds the model's lock, so that only one process of the host downloads or removes the
+        model at a time.
 
         Calls `on_wait` before waiting for another process. Raises HubError if it is None, and if
         the file system has no locks.

@@ -1,4 +1,4 @@
-"""Builds expert stages that do not hold all routed experts at fixed places in memory."""
+"""Builds expert stages whose routed experts are not all at fixed places in memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ _LEAST_SLOTS = 2  # one in use, and one that is being read into
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
-    """The bytes of packed routed experts that a process may hold, and how they are chosen."""
+    """The bytes of packed routed experts that a process may hold, and the policy that chooses
+    them.
+    """
 
     num_bytes: int
     policy: MemoryPolicyName
@@ -40,8 +42,8 @@ class MemoryBudget:
             return None
         if config.expert_memory_bytes < 1:
             raise ConfigError(
-                f"model.expert_memory_bytes is {config.expert_memory_bytes}: give a positive "
-                "number of bytes, or None to keep all experts in memory."
+                f"model.expert_memory_bytes must be 1 or more, got {config.expert_memory_bytes}: "
+                "give a positive number of bytes, or None to keep all experts in memory."
             )
         return cls(num_bytes=config.expert_memory_bytes, policy=config.expert_memory_policy)
 

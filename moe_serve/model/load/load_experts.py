@@ -131,7 +131,7 @@ class ExpertLoader:
 
 
 class LayerExperts(Sequence[ExpertWeights | None]):
-    """The experts of a layer, each read on access, after which the previous one is released.
+    """The experts of a layer. Each is read on access, which releases the previous one.
 
     So at most one expert is in memory twice: as stored and as held. None means that an expert is
     not held here.

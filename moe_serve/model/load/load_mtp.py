@@ -17,7 +17,7 @@ from moe_serve.model.stage.mtp_stage import Fusion, MTPPart, MTPStage, num_own_p
 
 @dataclass(frozen=True, slots=True)
 class MTPLoader:
-    """Loads the layer with all its experts. Made by `open`."""
+    """Loads the layer with all its experts. `open` makes the loader."""
 
     layer: MTPLayer
     own: ModelLoader

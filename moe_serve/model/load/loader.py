@@ -145,7 +145,9 @@ class ModelLoader:
         return self.reader.stored_dtype(self.names.embedding)
 
     def attention_stage(self, max_positions: int, gather: Gather | None = None) -> AttentionStage:
-        """Loads everything but the routed experts; `gather`: of every layer, this shard's part."""
+        """Loads everything except the routed experts. With `gather`, it loads this shard's part of
+        every layer.
+        """
         spec = self.spec if gather is None else gather.shard.spec(self.spec)
         table = model_table(self.names, spec)
         # The head first: while it is packed, its stored pages are in memory too.

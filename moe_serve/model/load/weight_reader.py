@@ -1,4 +1,5 @@
-"""Reads the weights of a checkpoint as floats, whatever their stored format, or as they are stored.
+"""Reads the weights of a checkpoint, either as floats, regardless of their stored format, or as
+they are stored.
 
 A tensor that is stored in floats under its own name is read directly, also in a quantised
 checkpoint: norms, routers, heads and modules excluded from quantisation. All other weights are read
@@ -170,7 +171,9 @@ class WeightReader:
         return self._format.matrix(self._checkpoint, name, matrix_shape, expert)
 
     def done(self, name: str, expert: int | None = None) -> None:
-        """Releases the weight's pages from this process's memory; the caller has copied it."""
+        """Releases the weight's pages from this process's memory. The caller must have copied the
+        weight.
+        """
         for part in (name,) if self._is_plain(name) else self._parts(name):
             self._checkpoint.drop(part, expert)
 
@@ -233,14 +236,15 @@ class ModelTensors:
         return matrix.to(self._device)
 
     def keep(self, stored: Stored, dtype: torch.dtype | None = None) -> Tensor:
-        """Reads a weight into memory of its own. None of the file's pages are held meanwhile, so an
-        embedding takes its size once."""
+        """Reads a weight into new memory without holding pages of the file, so that an embedding
+        takes its size only once.
+        """
         tensor = self._copies.read(stored.name, stored.shape, dtype or self._dtype)
         self._count(None)
         return tensor.to(self._device)
 
     def done(self, stored: Stored, expert: int | None = None) -> None:
-        """Releases a weight's pages; the caller has copied it."""
+        """Releases a weight's pages. The caller must have copied the weight."""
         self._reader.done(stored.name, expert)
 
     def _count(self, expert: int | None) -> None:

@@ -1,7 +1,7 @@
-"""The adapters of a micro-batch: which rows have one, and what it adds to each layer for them.
+"""The adapters of a micro-batch: the rows that have one, and its additions to each layer.
 
-An adapter never touches a row that is not its own. What it adds to a row depends on that row alone,
-as all products are those of the kernel set. T rows, R rows with an adapter, K inputs, N outputs, E
+An adapter never changes rows of others. Its addition to a row depends on that row alone, because
+the kernel set computes all products. T rows, R rows with an adapter, K inputs, N outputs, E
 experts.
 """
 
@@ -51,8 +51,9 @@ class AdapterLayer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # without slots, for weak references
 class AdapterWeights:
-    """The weights of one adapter, or the part of them that is here. They never change; `digest`
-    names their content."""
+    """The weights of one adapter, or the part of them that this process holds. They never change.
+    `digest` identifies their content.
+    """
 
     digest: bytes
     layers: tuple[AdapterLayer, ...]
@@ -67,8 +68,9 @@ class LoadedAdapters(Protocol):
     """The adapters that steps may use."""
 
     def weights(self, digest: bytes) -> AdapterWeights:
-        """Returns the weights of the adapter that a slice names. A request that runs keeps them in
-        memory."""
+        """Returns the weights of the adapter that a slice names. A running request keeps them in
+        memory.
+        """
         ...
 
 

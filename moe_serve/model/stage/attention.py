@@ -66,7 +66,7 @@ class GroupedQueryAttention:
 
 
 def _adapted(additions: LayerAdditions | None, key: str, linear: Linear, x_TK: Tensor) -> Tensor:
-    """Returns a linear layer's result, with what adapters add to it."""
+    """Returns a linear layer's result with the additions of adapters."""
     out_TN = linear(x_TK)
     return out_TN if additions is None else additions.linear(key, x_TK, out_TN)
 

@@ -70,7 +70,7 @@ class Routed:
 
 
 def _adapted(routed: Routed, layer: int, adapters: AdapterRows | None) -> Routed:
-    """Returns routed rows with what adapters change for them."""
+    """Returns routed rows with the changes of their adapters."""
     if adapters is None:
         return routed
     adapted, additions = adapters.layer(layer).experts, adapters.to_experts(layer)
@@ -93,7 +93,7 @@ class AttentionStage:
         head: Linear,
         has_fronts: bool = True,
     ) -> None:
-        """`has_fronts`: parts of a layer run as one call, where the kernels have it."""
+        """With `has_fronts`, parts of a layer run as one call if the kernels support it."""
         self.spec, self.kernels = spec, kernels
         self._embedding, self._layers = embedding, tuple(layers)
         self._final_norm, self._head = final_norm, head

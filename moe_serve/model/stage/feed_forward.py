@@ -1,4 +1,4 @@
-"""The parts of a layer's feed-forward side that lie on attention ranks: router and dense MLP.
+"""The parts of a layer's feed-forward side that attention ranks compute: router and dense MLP.
 
 T rows, D model width, E experts, K choices.
 """

@@ -1,1 +1,1 @@
-"""Predicts what a step costs, and chooses the number of micro-batches."""
+"""Predicts the costs of a step, and chooses the number of micro-batches."""

@@ -156,11 +156,11 @@ class StageCosts:
 
     @property
     def version(self) -> int:
-        """Returns 0, as a calibration does not change."""
+        """Returns 0, because a calibration does not change."""
         return 0
 
     def observe(self, loads: Sequence[BatchLoad], num_parts: int, timing: StepTiming) -> None:
-        """Does nothing, as a calibration does not learn."""
+        """Does nothing, because a calibration does not learn."""
 
     @property
     def shard_counts(self) -> tuple[int, ...]:
@@ -168,7 +168,7 @@ class StageCosts:
         return (1, *sorted(each.num_shards for each in self.sharded))
 
     def with_shards(self, num_shards: int) -> StageCosts:
-        """Returns the costs with attention ranks of so many processes, one of `shard_counts`."""
+        """Returns the costs with attention ranks of this many processes, one of `shard_counts`."""
         if num_shards == 1:
             return self
         cost = next(each.attention for each in self.sharded if each.num_shards == num_shards)

@@ -82,7 +82,7 @@ class _Record:
         return 0 if measured is None else measured.count
 
     def corrected(self, predicted: tuple[float, ...]) -> tuple[float, ...]:
-        """Correct predictions by the measurements; unmeasured choices get the mean correction of
+        """Corrects predictions by the measurements. Unmeasured choices get the mean correction of
         the others.
         """
         ratios = [
@@ -172,7 +172,7 @@ class MicroBatchChooser:
         self, loads: Sequence[BatchLoad], choice: MicroBatchChoice, timing: StepTiming
     ) -> None:
         """Records a finished step. Do not call it for steps that were repeated or failed."""
-        # First, so that these loads can be predicted below.
+        # first, so that these loads can be predicted below
         self._costs.observe(loads, choice.num_micro_batches, timing)
         if choice.seconds:
             index = choice.num_micro_batches - 1

@@ -1,4 +1,4 @@
-"""The interface of cost models: what a step of given loads costs on given ranks.
+"""The interface of cost models, which predict the time of a step from the loads of its ranks.
 
 The choice of micro-batches, the planner of layouts and simulations read costs through `StepCosts`.
 `StageCosts` implements it from a calibration, `OnlineCosts` from the running steps, and

@@ -1,7 +1,7 @@
-"""The time of whole steps, as measured: of one process, or of the ranks of a layout on one machine.
+"""The measured time of whole steps, of one process or of the ranks of a layout on one machine.
 
 Ranks that share a machine compete for its cores, its caches and its memory, and one coordinator
-schedules for all of them. Stages that were measured one by one know nothing of that.
+schedules for all of them. Stages that were measured one by one do not show that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WholeStep:
     scatter: tuple[float, ...] = ()
 
     def seconds(self, load: BatchLoad, num_activated: float) -> float:
-        """Returns the seconds of a step that activates so many experts in a layer."""
+        """Returns the seconds of a step that activates this many experts in a layer."""
         rows = load.num_rows
         few_s = sum(s * min(rows, k) for s, k in zip(self.few_rows_s, FEW_ROWS, strict=False))
         return (
@@ -49,7 +49,7 @@ class WholeStep:
 
 
 def whole_step_terms(load: BatchLoad, num_activated: float) -> tuple[float, ...]:
-    """Returns what the coefficients of a `WholeStep` are multiplied with, in their order."""
+    """Returns the factors of the coefficients of a `WholeStep`, in their order."""
     return (
         1.0,
         load.num_rows,
@@ -62,7 +62,7 @@ def whole_step_terms(load: BatchLoad, num_activated: float) -> tuple[float, ...]
 
 
 def busiest(loads: Sequence[BatchLoad]) -> BatchLoad:
-    """Returns the most of everything that one of several attention ranks has to do."""
+    """Returns the largest load in each respect over several attention ranks."""
     if len(loads) == 1:
         return loads[0]
     return BatchLoad(
@@ -76,11 +76,11 @@ def busiest(loads: Sequence[BatchLoad]) -> BatchLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutStep:
-    """Steps of the ranks of one layout that share one machine. `whole` takes the load of the
+    """The steps of the ranks of one layout that share one machine. `whole` takes the load of the
     busiest attention rank.
 
-    `machine_share`: of the machine that such a cell takes while it computes. Cells that together
-    take more than 1 slow each other down by as much.
+    `machine_share` is the share of the machine that such a cell takes while it computes. Cells that
+    together take more than 1 slow each other down in proportion.
     """
 
     attention_ranks: int

@@ -68,8 +68,9 @@ class ExpertLoop:
         layout: FrameLayout | None = None,
         services: RankServices | None = None,
     ) -> None:
-        """`layout` None means the compact layout on a CPU. `services`: the exchanges of layers as
-        single calls, where there are such."""
+        """`layout` None means the compact layout on a CPU. `services` runs the exchanges of layers
+        as single calls, if there are such calls.
+        """
         self._services = services
         self._log = log
         self._layout = CompactLayout(torch.device("cpu")) if layout is None else layout
@@ -194,8 +195,9 @@ class ExpertLoop:
         arrived: Sequence[ArrivedFrame],
         post: tuple[int, int] | None,
     ) -> bool:
-        """Serves an exchange as one call, and posts the receives of a later one. Returns False if
-        it did nothing: the exchange is not for a call, or it is wrong and has to be examined."""
+        """Serves an exchange as one call, and posts the receives of a later one. Returns False, and
+        does nothing, if the exchange does not support a call or is faulty and must be examined.
+        """
         assert self._services is not None, "there are such calls"
         layer, micro_batch, log = exchange.layer, exchange.micro_batch, self._log
         bank, start = self._services.bank(layer), log.now()

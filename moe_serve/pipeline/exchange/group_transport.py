@@ -194,7 +194,7 @@ class GroupTransport:
         ]
 
     def wrong_frame(self, layer: int, micro_batch: int, rank: int) -> WireError:
-        """Returns what is wrong with a rank's frame with sums."""
+        """Returns the fault of a rank's frame with sums."""
         name, exchange = self._experts[rank], self._exchange(layer, micro_batch)
         frame = self._back.peek(name, micro_batch)
         try:

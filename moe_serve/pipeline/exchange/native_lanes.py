@@ -1,4 +1,4 @@
-"""Lends the links of a rank to a call of the kernels that runs several exchanges."""
+"""Lends the links of a rank to a kernel call that runs several exchanges."""
 
 from __future__ import annotations
 

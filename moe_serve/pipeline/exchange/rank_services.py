@@ -1,6 +1,6 @@
-"""Runs an expert rank's exchange as one call: from the frames with rows to those with sums.
+"""Runs an expert rank's exchange as one call, from the frames with rows to the frames with sums.
 
-The call has the bits of the same parts run one by one. E experts.
+The call gives the same bits as its parts run one by one. E experts.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class ArrivedFrame:
 class RankServices:
     """The calls of one expert rank, one for each layer.
 
-    A layer has none while its experts are in several banks or come and go, if rows may have
-    adapters, or if a policy chooses copies on this side.
+    A layer has no call while its experts are in several banks or change, if rows may have adapters,
+    or if a policy chooses copies on this side.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class RankServices:
         """Fills in a frame for each one that has arrived; returns their bytes, 0 for a sender
         without rows. None: something is wrong, and nothing was done."""
         service = self._service(exchange.layer)
-        assert service is not None, f"layer {exchange.layer} is not for a call"
+        assert service is not None, f"layer {exchange.layer} does not support a call"
         return service(
             bank,
             key_of(exchange),

@@ -131,7 +131,7 @@ def _part(rows: RoutedRows, is_here_TK: Tensor) -> RankRows:
 
 
 def _part_on_host(rows: RoutedRows, is_here_TK: Tensor) -> RankRows:
-    """Returns what `_part` does, by numpy, whose calls on few rows are shorter than torch's."""
+    """Does the same as `_part` with numpy, whose calls on few rows are faster than torch's."""
     is_here = is_here_TK.numpy()
     ids_TK = np.where(is_here, rows.expert_ids_TK.numpy(), -1)
     rows_n = is_here.any(axis=1).nonzero()[0]

@@ -40,7 +40,7 @@ LAYER_AT, MICRO_BATCH_AT = 24, 28  # of a key, two numbers of 32 bits
 
 
 class WireError(MoeServeError):
-    """A frame is not the one that the step's plan announces."""
+    """A frame differs from the one that the step's plan announces."""
 
 
 class Exchange(NamedTuple):

@@ -164,7 +164,7 @@ class _Frame:
 
     @property
     def address(self) -> int:
-        """Where the frame lies, for a kernel that reads or fills it."""
+        """The address of the frame, for a kernel that reads or fills it."""
         return self._memory.address
 
     def first(self, size: int) -> Tensor:
@@ -222,8 +222,9 @@ class DispatchFrame(_Frame):
     def write_nobody(
         self, wire: WireFormat, exchange: Exchange, planned: int, is_fixed: bool
     ) -> Tensor:
-        """Fills in a frame without rows: a header alone, or (fixed sizes) the planned rows with
-        experts that no rank has."""
+        """Fills in a frame without rows: only a header or, with fixed sizes, the planned rows with
+        experts that no rank has.
+        """
         self._header.write(exchange, 0, 0)
         if not is_fixed:
             return self.first(HEADER_BYTES)

@@ -96,7 +96,7 @@ class MeetingPlace:
         return self._store.port
 
     def call_off(self, epoch: int) -> None:
-        """Calls a meeting off because a member is missing: the members that wait leave at once."""
+        """Cancels a meeting because a member is missing: the members that wait leave at once."""
         self._store.call_off(f"{epoch_prefix(epoch)}/")
 
     def forget(self, epoch: int) -> None:

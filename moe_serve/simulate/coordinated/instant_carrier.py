@@ -1,4 +1,4 @@
-"""Carries KV pages between simulated cells: nothing but the time that they take."""
+"""Carries KV pages between simulated cells. Only the time that they take is simulated."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class InstantCarrier:
         return ended
 
     def rank_lost(self, place: RankPlace) -> None:
-        """Does nothing, as no simulated rank is lost."""
+        """Does nothing, because no simulated rank is ever lost."""
 
     @property
     def next_s(self) -> float | None:
@@ -96,7 +96,9 @@ class InstantCarrier:
         return min(times, default=None)
 
     def advance_to(self, now: float) -> None:
-        """Lets happen what is due. Parcels that have ended are then in `take_ended`."""
+        """Handles the events that are due. `take_ended` then returns the parcels that have
+        ended.
+        """
         while (next_s := self.next_s) is not None and next_s <= now:
             arrival = self._shared.next_end()
             if arrival is not None and arrival[0] == next_s:

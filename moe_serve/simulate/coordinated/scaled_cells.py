@@ -1,4 +1,4 @@
-"""Starts and drains simulated cells as an autoscaler says, and counts what they cost."""
+"""Starts and drains simulated cells on the decisions of an autoscaler, and counts their costs."""
 
 from __future__ import annotations
 

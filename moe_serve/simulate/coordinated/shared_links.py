@@ -30,7 +30,7 @@ class SharedLinks:
         self._at_s = 0.0
 
     def set_bandwidth(self, end: Hashable, bytes_per_s: float) -> None:
-        """Says how many bytes per second an end sends, and how many it receives."""
+        """Sets how many bytes per second an end sends, and how many it receives."""
         self._bandwidths[end] = bytes_per_s
 
     def put(
@@ -48,8 +48,9 @@ class SharedLinks:
             self._share()
 
     def next_end(self) -> tuple[float, int] | None:
-        """Returns when the next transfer ends if no other begins, and its number; None: there is
-        none."""
+        """Returns when the next transfer ends if no other begins, and its number; None without a
+        transfer.
+        """
         found = min(
             ((x.left / x.rate, number) for number, x in self._transfers.items()), default=None
         )

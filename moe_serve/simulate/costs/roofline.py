@@ -1,4 +1,4 @@
-"""The seconds of a step on published hardware: of every operation, the larger of its arithmetic
+"""The seconds of a step on published hardware. Each operation takes the longer of its arithmetic
 and its traffic, each at a fitted share of the peak.
 
     op = max(FLOPs / (peak * share), bytes / (bandwidth * share)) + launch

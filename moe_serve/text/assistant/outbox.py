@@ -164,7 +164,7 @@ class Outbox:
         self.has_cut_call = self.has_spoilt_call = True
 
     def flush(self) -> None:
-        """Release held text, because no more will come."""
+        """Releases held text because no more will come."""
         self._tail.flush()
 
     def take(self) -> AssistantDelta:

@@ -58,7 +58,7 @@ class Reader:
         self._advance(len(self._text))
 
     def start_record(self, *read: str) -> None:
-        """Start recording text that is read, beginning with `text`, which was read before."""
+        """Starts to record text that is read, beginning with `text`, which was read before."""
         self._record = list(read)
 
     def stop_record(self) -> str:
@@ -93,7 +93,7 @@ class Reader:
         return "".join(parts)
 
     def literal(self, text: str) -> Generator[None, None, bool]:
-        """Read exactly this text; returns False, and reads nothing, if other text comes next."""
+        """Reads exactly this text. Returns False, and reads nothing, if other text comes next."""
         while True:
             seen = self._text[self._pos : self._pos + len(text)]
             if seen == text:

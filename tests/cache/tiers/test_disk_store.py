@@ -137,6 +137,18 @@ def test_an_open_folder_is_refused(folder: Path, mode: int) -> None:
         DiskFolder.claim(folder)
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_a_folder_that_all_write_into_is_not_to_be_closed(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(
+        ConfigError, match=rf"mode {mode:o}\): .* of its own, such as .*/shared/"
+    ) as refused:
+        DiskFolder.claim(folder)
+    assert "chmod" not in str(refused.value)
+
+
 def test_links_and_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")

@@ -227,6 +227,18 @@ def test_planned_counts_requests_and_their_tokens(tmp_path: Path) -> None:
     assert "0.9 requests/s came" in server.last
 
 
+def test_planned_reacts_within_an_interval_on_a_server_that_was_idle(tmp_path: Path) -> None:
+    """After half an hour without requests 2 come in a second, for which the plan has 4 cells."""
+    plan = plan_of(tmp_path)
+    server = Server(autoscale="planned", scale_plan=plan, max_cells=4, scale_every_s=30.0)
+    server.run(1800)
+    assert server.states() == ["serving"]
+    for _ in range(60):
+        server.scaler.request_came()
+    server.run(30)
+    assert server.states() == ["serving", "starting", "starting"]
+
+
 def test_a_plan_for_other_cells_or_with_nonsense_is_refused(tmp_path: Path) -> None:
     of = CellsConfig(layout="1x(1A2E)", autoscale="planned", max_cells=2)
     with pytest.raises(ConfigError, match=r"adds \(1A2E both\), and the plan has 1A1E"):

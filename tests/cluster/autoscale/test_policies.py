@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,7 @@ from moe_serve.cluster.autoscale.policies import (
     TargetPolicy,
     TokenMeans,
 )
-from moe_serve.cluster.autoscale.rate_forecast import RateForecast
+from moe_serve.cluster.autoscale.rate_forecast import RateForecast, SeenRates
 from moe_serve.cluster.autoscale.scale_view import CellCounts, RoleLoad, ScaleView
 
 TABLE = PlanTable(
@@ -88,6 +89,38 @@ def test_planned_starts_cells_before_a_ramp_needs_them() -> None:
     for minute in range(1, 251):
         wanted = policy.decide(view(60.0 * minute, arrived=minute // 2))["both"]
     assert TABLE.cells_for("both", 2.08, 500, 50) == 3 < wanted
+
+
+def test_planned_sees_a_sudden_load_as_soon_as_target_does() -> None:
+    """After an idle hour 2 requests come in a second, for which the table has 3 cells. They are
+    wanted after the first interval, and for an hour after the load has gone."""
+    planned, target = PlannedPolicy(TABLE, TokenMeans(500, 50)), TargetPolicy(0.7)
+    for minute in range(1, 61):
+        assert planned.decide(view(60.0 * minute, cells=1, busy=0.0))["both"] <= 1
+    loaded = view(61 * 60.0, arrived=120, cells=1, busy=1.6)
+    assert planned.decide(loaded)["both"] == 3 == target.decide(loaded)["both"]
+    later = [planned.decide(view(60.0 * m, cells=3, busy=0.0))["both"] for m in range(62, 240)]
+    assert later[:59] == [3] * 59 and later[-1] == 1
+
+
+def test_planned_counts_requests_that_wait() -> None:
+    """300 requests of a second each that wait must end within the 180 s until new cells serve."""
+    load = RoleLoad(
+        num_serving=1, num_starting=0, num_draining=0, num_requests=300, utilisation=9.0
+    )
+    waiting = replace(view(arrived=1), roles={"both": load})
+    assert PlannedPolicy(TABLE, TokenMeans(500, 50)).decide(waiting)["both"] == 3
+
+
+def test_chance_adds_no_cells_and_rare_bursts_are_not_kept() -> None:
+    """At 0.5 requests/s a third of the minutes have 6 requests more or fewer, which is chance. A
+    minute with 1 of 25 requests is a burst that is not kept for an hour."""
+    seen = SeenRates()
+    for minute in range(1, 61):
+        seen.observe((24, 30, 36)[minute % 3], 60.0 * minute, 60.0, 180.0)
+        assert seen.now < 0.5 and seen.bursts < 0.5
+    seen.observe(72, 61 * 60.0, 60.0, 180.0)
+    assert seen.now == pytest.approx((72 - 2 * math.sqrt(72)) / 60) and seen.bursts < 0.5
 
 
 def test_the_oracle_starts_cells_for_what_comes_while_they_start() -> None:

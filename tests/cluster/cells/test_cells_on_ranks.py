@@ -4,6 +4,7 @@ process, bit by bit."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -17,9 +18,21 @@ from tests.support.cluster.cells_drive import (
     wait_until_whole,
 )
 from tests.support.cluster.layouts import Answer, requests, serve
+from tests.support.sampled_cases import EVERY_CASE
 
+pytestmark = pytest.mark.timeout(400)
 VOCAB_SIZE = 4096  # of the demonstration model
 WANTED = requests(10, VOCAB_SIZE, num_tokens=24)
+CASES = [
+    ("1x(1A1E prefill) 1x(1A1E decode)", False, "shared"),
+    ("1x(1A1E prefill) 1x(1A2E tp2 decode)", True, "auto"),
+    ("1x(1A1E tp2 prefill) 1x(2A1E decode)", False, "tcp"),
+]
+if EVERY_CASE:
+    CASES += [
+        (f"1x(1A1E tp{reader} prefill) 1x(1A1E tp{writer} decode)", is_layered, "auto")
+        for reader, writer, is_layered in product((1, 2, 4), (1, 2, 4), (False, True))
+    ]
 
 
 def layered(of: EngineConfig) -> EngineConfig:
@@ -28,14 +41,7 @@ def layered(of: EngineConfig) -> EngineConfig:
     return replace(of, scheduler=scheduler)
 
 
-@pytest.mark.parametrize(
-    ("layout", "is_layered", "link"),
-    [
-        ("1x(1A1E prefill) 1x(1A1E decode)", False, "shared"),
-        ("1x(1A1E prefill) 1x(1A2E tp2 decode)", True, "auto"),
-        ("1x(1A1E tp2 prefill) 1x(2A1E decode)", False, "tcp"),
-    ],
-)
+@pytest.mark.parametrize(("layout", "is_layered", "link"), CASES)
 def test_answers_are_those_of_one_process(layout: str, is_layered: bool, link: str) -> None:
     """Greedy and seeded, with log probabilities and penalties, cold and warm."""
     of = cells_config(layout, link=link)

@@ -122,8 +122,8 @@ def test_who_waits_hears_that_a_meeting_is_off(server: StoreServer, store: Remot
     time.sleep(0.05)  # it waits; or comes later, with the same answer
     place.call_off(1)
     thread.join(15)
-    assert told == ["the meeting was called off"]
-    with pytest.raises(DistStoreError, match="called off"):
+    assert told == ["the meeting was cancelled"]
+    with pytest.raises(DistStoreError, match="cancelled"):
         meeting_store(store, 1).check(["off"])
     meeting_store(store, 11).set("0", "here")
     place.forget(1)

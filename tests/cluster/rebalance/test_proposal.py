@@ -143,7 +143,7 @@ def test_who_asks_gets_a_plan_from_older_windows() -> None:
 def test_too_small_a_gain_is_refused() -> None:
     nearly = WindowCounts(counts_LE=np.tile([1.05, 1.0, 1.0, 0.95], (2, 1)), num_tokens=300)
     proposal = proposer(BETTER).propose(nearly, NOW)
-    assert proposal.refusal == "gain" and proposal.text.endswith("10% are asked for")
+    assert proposal.refusal == "gain" and proposal.text.endswith("at least 10% are required")
 
 
 def test_the_last_four_windows_are_scenarios() -> None:

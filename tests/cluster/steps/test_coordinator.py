@@ -92,7 +92,7 @@ def test_an_outage_ends_the_server_when_it_lasts_longer_than_a_start_may() -> No
 def test_a_stop_ends_the_wait_for_ranks() -> None:
     coordinator = without_ranks(SilentCalls(), outage_limit_s=60.0)
     coordinator.stop()
-    with pytest.raises(ClusterError, match="the start was called off"):
+    with pytest.raises(ClusterError, match="the start was cancelled"):
         coordinator.settle(is_patient=True)
     coordinator._epoch = Epoch(1)
     assert not coordinator.settle(is_patient=True)

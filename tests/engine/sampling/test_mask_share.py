@@ -124,3 +124,29 @@ def test_a_busy_machine_makes_no_grammar_dear(clock: Clock) -> None:
         share.charge({s.id: MaskCost(CHEAP_S, 0.1) for s in chosen}, chosen)
     assert len(share.affordable(running, is_alone=True)) == 64
     assert share.overdue(running, 64) == []
+
+
+def test_masks_within_their_share_of_long_steps_are_paid_from_these_steps(clock: Clock) -> None:
+    """A step of 1.2 s earns more than the burst before its masks of 0.2 s are paid."""
+    share = MaskShare(1.0, clock)
+    running = [sequence(0, None), *(sequence(i, f"x{i}") for i in range(1, 5))]
+    for step in range(20):
+        chosen = share.affordable(running, is_alone=True)
+        assert len(chosen) == 5 or step < 3
+        clock.now += 1.2
+        share.charge({s.id: MaskCost(DEAR_S, DEAR_S) for s in chosen if s.id}, chosen)
+    assert share.overdue(running, 5) == []
+
+
+def test_few_long_steps_without_a_sequence_do_not_end_it(clock: Clock) -> None:
+    """Masks that waited for the processor put the balance into debt; steps of 2 s repay it."""
+    share = MaskShare(1.0, clock)
+    running = [sequence(0, None), sequence(1, "dear")]
+    num_left_out = 0
+    for _ in range(20):
+        chosen = share.affordable(running, is_alone=True)
+        num_left_out += len(chosen) == 1
+        clock.now += 2.0
+        share.charge({s.id: MaskCost(DEAR_S, 1.5) for s in chosen if s.id}, chosen)
+        assert share.overdue(running, 1) == []
+    assert num_left_out >= 5

@@ -208,6 +208,20 @@ def test_new_ranks_start_with_the_stored_pages(delay: int) -> None:
     assert tier.memory is not None and tier.memory.num_pages >= NUM_FULL
 
 
+@pytest.mark.parametrize("num_aborted", [1, 2, 3])
+def test_pages_of_an_aborted_prompt_are_not_cleared_after_a_load(num_aborted: int) -> None:
+    """The rank does its work in order: a page that is cleared after its load has no values."""
+    world = World(FakeStore(), ranks=2)
+    assert world.answer(PROMPT) == continuation(PROMPT, 10)
+    engine = world.engines[1]
+    for index in range(num_aborted):
+        engine.add(request(f"b{index}", [50 + index] * 100))
+        engine.step()
+        engine.abort(f"b{index}")
+    assert world.answer(PROMPT, rank=1) == continuation(PROMPT, 10)
+    world.arena.check_integrity()
+
+
 def test_a_load_outlives_the_rank_that_wanted_it() -> None:
     store = filled()
     store.delay = 3

@@ -15,6 +15,7 @@ from moe_serve.engine.service.admission import Admission
 from moe_serve.engine.service.arrivals import RecentArrivals
 from moe_serve.engine.service.forecast import QueueSnapshot
 from moe_serve.engine.service.forecast_calibration import Factors, ForecastCalibration, error_of
+from moe_serve.engine.service.near_steps import Remaining, Survival
 from moe_serve.engine.service.order import StartOrder, rule_of
 
 EDF = StartOrder(rule_of(SchedulerConfig(order="edf"), lambda: 0.1), 90.0, "keep")
@@ -75,6 +76,50 @@ def test_a_seat_is_waited_for() -> None:
     made.publish(0, queue)
     found = made.forecast(STRICT, 100)
     assert found is not None and found.predicted_s == pytest.approx(3 * 0.5 + 0.1)
+
+
+def test_a_snapshot_ages_by_the_steps_that_were_begun_since() -> None:
+    """The only seat is free after 8 more steps. Three of them have begun since the snapshot."""
+    remaining = Remaining(np.array([2.0]), np.array([10.0]), Survival(np.zeros(0), np.zeros(0)))
+    queue = replace(IDLE, num_free_seats=0, remaining=remaining, usual_step_s=0.01)
+    made = admission()
+    made.publish(0, queue)
+    fresh = made.raw_s(STRICT, 5)
+    for _ in range(3):
+        made.step_begun(0, 0.0, 0.0, is_ahead=False)
+    aged = made.raw_s(STRICT, 5)
+    assert fresh is not None and aged == pytest.approx(fresh - 3 * 0.01)
+    made.publish(0, queue)
+    assert made.raw_s(STRICT, 5) == fresh, "a new snapshot is of now"
+
+
+def test_an_older_snapshot_has_read_on_and_its_queue_is_more_urgent() -> None:
+    """Two steps of 10 tokens read the more urgent of two prompts and a part of the other one."""
+    queue = replace(
+        IDLE,
+        usual_step_s=0.01,
+        reading_keys=np.array([5.0, 1.0]),
+        reading_left=np.array([30.0, 12.0]),
+        keys=np.array([2.0, -1.0]),
+        floors=np.array([-9.0, -1.0]),
+        num_left=np.ones(2),
+    )
+    later = queue.after(2)
+    assert later.reading_left.tolist() == [22.0, 0.0]
+    assert later.keys.tolist() == pytest.approx([1.98, -1.0])
+    assert queue.after(0) is queue
+
+
+def test_those_that_wait_without_a_seat_fill_no_steps() -> None:
+    """A less urgent prompt of 1 000 tokens makes the step of a short one longer, if it has a seat
+    in it."""
+    queue = replace(IDLE, more_s=0.001, keys=np.array([50.0]), num_left=np.array([1000.0]))
+    found = {}
+    for num_free_seats in (1, 2):
+        made = admission()
+        made.publish(0, replace(queue, num_free_seats=num_free_seats))
+        found[num_free_seats] = made.raw_s(STRICT, 4)
+    assert found == {1: pytest.approx(0.01 + 4 * 0.001), 2: pytest.approx(0.01 + 10 * 0.001)}
 
 
 def test_arrivals_that_will_go_first_are_foreseen() -> None:

@@ -117,8 +117,8 @@ def test_only_an_admin_key_changes_adapters(
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"lora_name": "a"}, "lora_path must be a text"),
-        ({"lora_name": 3, "lora_path": "first"}, "lora_name must be a text"),
+        ({"lora_name": "a"}, "lora_path must be a string"),
+        ({"lora_name": 3, "lora_path": "first"}, "lora_name must be a string"),
         ({"lora_name": "a", "lora_path": "first", "x": 1}, "Unknown field 'x'"),
         ({"lora_name": "a", "lora_path": "first", "pinned": 1}, "pinned must be true or false"),
         ({"lora_name": "tiny", "lora_path": "first"}, "the name of the model itself"),

@@ -53,7 +53,8 @@ class FakeCells:
         self.ranks[name] = is_draining
 
     def nodes(self) -> tuple[NodeStatus, ...]:
-        return (NodeStatus(name="gpu-b", num_ranks=1, num_places=4, is_there=True),)
+        return (NodeStatus(name="gpu-b", num_ranks=1, num_places=4, is_there=True,
+                           cells=("cell-1",)),)  # fmt: skip
 
     def stats(self) -> EngineStats:
         cells = [
@@ -111,8 +112,12 @@ def test_an_operator_adds_and_removes_cells(client: TestClient, cells: FakeCells
     answer = client.post("/admin/cells", json=body, headers=ADMIN)
     place = CellPlace(by_hand=True, node="gpu-b")
     assert answer.status_code == 202 and cells.added == [("1A1E decode", 2, place)]
-    nodes = [{"name": "gpu-b", "num_ranks": 1, "num_places": 4, "is_there": True}]
-    assert answer.json()["nodes"] == nodes and answer.json()["autoscale"] is None
+    (node,) = answer.json()["nodes"]
+    assert node == {
+        "name": "gpu-b", "num_ranks": 1, "num_places": 4, "is_there": True, "cells": ["cell-1"]
+    }  # fmt: skip
+    assert [cell["nodes"] for cell in answer.json()["cells"]] == [[], ["gpu-b"], []]
+    assert answer.json()["autoscale"] is None
     assert answer.json()["cell"]["state"] == "starting"
     assert answer.json()["cell"]["commands"] == ["start it"] and len(answer.json()["cells"]) == 3
     answer = client.delete("/admin/cells/1", headers=ADMIN)

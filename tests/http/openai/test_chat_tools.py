@@ -171,6 +171,11 @@ def test_a_model_that_cannot_call_refuses_tools(
     assert client.post("/v1/chat/completions", json=fields).status_code == 200
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -187,6 +192,9 @@ def test_a_model_that_cannot_call_refuses_tools(
             "tool_choice",
         ),
         ({"tools": [TOOL], "tool_choice": "required", "regex": "a"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": allowed("auto", "g")}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": allowed("auto")}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": allowed("none", "f")}, "tool_choice"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -97,6 +97,22 @@ def test_some_function_is_called_and_the_result_goes_back(demo: openai.OpenAI) -
     assert after.usage.prompt_tokens > answer.usage.prompt_tokens
 
 
+def test_a_choice_among_allowed_tools_is_as_if_only_these_were_sent(demo: openai.OpenAI) -> None:
+    allowed: Any = {
+        "mode": "required",
+        "tools": [{"type": "function", "function": {"name": "now"}}],
+    }
+    fields: Any = {"model": "demo", "messages": ASK, "temperature": 0, "max_tokens": 300}
+    choice: Any = {"type": "allowed_tools", "allowed_tools": allowed}
+    found = demo.chat.completions.create(**fields, tools=TOOLS, tool_choice=choice)
+    alone = demo.chat.completions.create(**fields, tools=TOOLS[1:], tool_choice="required")
+    calls = [call.function for call in found.choices[0].message.tool_calls or []]
+    assert calls and {call.name for call in calls} == {"now"}
+    assert calls == [call.function for call in alone.choices[0].message.tool_calls or []]
+    assert found.usage is not None and alone.usage is not None
+    assert found.usage.prompt_tokens == alone.usage.prompt_tokens
+
+
 def test_a_stream_has_the_same_call(demo: openai.OpenAI) -> None:
     whole = ask(demo, tool_choice=NAMED, temperature=0).choices[0].message.tool_calls[0].function
     deltas = [

@@ -56,7 +56,7 @@ def test_the_engine_gets_it(allowed: TestClient, engine: Any, route: str) -> Non
         ({"window": 47}, "at least the model's own window (48 tokens), got 47"),
         ({"window": 0}, "kv_window.window must be an integer in [1, 2147483647], got 0"),
         ({"window": 64, "sinks": -1}, "kv_window.sinks must be an integer in [0, 2147483647]"),
-        ({"window": 64, "size": 3}, "has the fields window and sinks, got 'size'"),
+        ({"window": 64, "size": 3}, "may only have the fields window and sinks, got 'size'"),
         ({"window": "64"}, "kv_window.window must be an integer"),
         ({"sinks": 4}, "kv_window.window"),
         (64, "kv_window must be an object"),

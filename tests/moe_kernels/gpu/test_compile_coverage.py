@@ -16,10 +16,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_kernels.gpu.compile_case import TARGETS, CompileCase, find_cases
+from moe_kernels.gpu.expert_bank import GroupedExpertBank
 from moe_kernels.gpu.gpu_kernels import TritonKernels
 from moe_kernels.gpu.sampling import kernel as sampling_kernels
 from moe_kernels.gpu.sampling.api import adjust, sample, score_tokens, uniform
 from moe_kernels.gpu.sampling.sampling_rows import Adjustments, SamplingRows
+from moe_kernels.interface.adapters import RowAdditions
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
     LatentShape,
@@ -30,6 +32,7 @@ from moe_kernels.interface.attention_shape import (
 from moe_kernels.interface.kernels import AttentionCall, ExpertWeights, GatedActivation
 from moe_kernels.interface.kv_form import KVPages
 from moe_kernels.interface.routing import RouterShape
+from moe_kernels.interface.sign_matrix import SignedExpert, SignMatrix
 
 META = torch.device("meta")
 BOUNDS = ("VOCAB", "NUM_BLOCKS")  # of sampling: sizes that only bound a loop or a mask
@@ -188,9 +191,33 @@ def run_products(kernels: TritonKernels, model: Model, num_rows: int) -> None:
         bank = kernels.experts([one] * num, model.activation)
         bank.partial(x, ids_TK, weights_TK)
         out = bank(x, ids_TK, weights_TK)
+    if model is MODELS["qwen3-30b-a3b"]:
+        run_signs(kernels, model, bank, (x, ids, weights))
     for norm in (width, *model.norms):
         kernels.rms_norm(empty(num_rows, norm), empty(norm), 1e-6)
     kernels.add(x, out, out if model.has_shared else None)
+
+
+def run_signs(
+    kernels: TritonKernels, model: Model, bank: GroupedExpertBank, rows: tuple[Tensor, ...]
+) -> None:
+    """Runs what BitDelta adapters add to a linear layer and to experts."""
+
+    def signs(num_rows: int, width: int) -> SignMatrix:
+        bits, scales = empty(num_rows, width // 8, dtype=torch.uint8), empty(1, dtype=torch.float32)
+        return SignMatrix(bits_NB=bits, num_columns=width, scales_N=scales)
+
+    x, ids, weights = rows
+    num_inputs, num_outputs = model.linears[0]
+    base = kernels.linear(empty(num_outputs, num_inputs))
+    kernels.signed_linear(base, signs(num_outputs, num_inputs))(empty(len(x), num_inputs))
+    num_experts, width = model.experts
+    ups, down = signs(width, model.width), signs(model.width, width)
+    one = SignedExpert(gate=ups, up=ups, down=down)
+    is_changed = torch.ones(num_experts, dtype=torch.bool)
+    added = kernels.expert_signs(dict.fromkeys(range(num_experts), one), is_changed)
+    index = np.zeros(len(x), dtype=np.int64)
+    bank.added_partial(x, ids, weights, RowAdditions(index, [added]))
 
 
 def run_attention(kernels: TritonKernels, model: Model, num_rows: int) -> None:

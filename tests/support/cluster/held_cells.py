@@ -72,7 +72,7 @@ class FakeStart:
 
     def close(self) -> None:
         self.num_closed += 1
-        self.fail(self._why or "the start was called off")
+        self.fail(self._why or "the start was cancelled")
 
 
 class FakeMaker:

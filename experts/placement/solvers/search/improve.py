@@ -291,7 +291,7 @@ def kick_swap(state: State, rows: Ints, random: np.random.Generator) -> None:
 
 
 def kick_recount(state: State, rows: Ints, random: np.random.Generator) -> None:
-    """Make, in some rows, one of the recounts that harm least."""
+    """Makes, in some rows, one of the recounts that harm least."""
     if not len(rows):
         return
     part = state.take(rows)

@@ -110,7 +110,7 @@ def _kinds(problem: PlacementProblem) -> Ints:
 
 
 def _assigned(overlap_DD: Ints) -> Ints:
-    """Return, for every name, the device that gets it, so that most copies stay."""
+    """Returns, for every name, the device that gets it, so that most copies stay."""
     from scipy.optimize import linear_sum_assignment
 
     names, devices = linear_sum_assignment(-overlap_DD.T)

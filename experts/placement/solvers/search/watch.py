@@ -44,7 +44,7 @@ class Watch:
         return self._is_over
 
     def tell(self, objective: float, done: float) -> bool:
-        """Report if the last report is long enough ago; returns `stop`."""
+        """Reports if the last report is long enough ago. Returns `stop`."""
         is_due = self.elapsed >= self._reported + _BETWEEN_S
         # do not report again after the end
         if self._report is not None and is_due and not self._is_over:

@@ -8,6 +8,7 @@ Nothing waits for the device, and all sizes follow from T: the call can be captu
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 import triton
@@ -18,6 +19,7 @@ from moe_kernels.gpu.align.api import Alignment, align
 from moe_kernels.gpu.grouped_gemm.experts import GroupedExperts
 from moe_kernels.gpu.grouped_gemm.heuristics import (
     BLOCK_MS,
+    FIXED_BLOCK_M,
     ProductShape,
     TileConfig,
     choose_block_m,
@@ -55,6 +57,8 @@ class Product:
     """A grouped product: its weights, and where its rows come from and go.
 
     Gated: x by row of the batch, out by position, activated. Else x by position, out by slot.
+    `added` [S, columns of the weights] fp32 joins the sums of slots whose number in `added_ids` [S]
+    is not negative.
     """
 
     weight: GroupedWeight
@@ -63,6 +67,23 @@ class Product:
     out: Tensor
     is_gated: bool
     activation: GatedActivation = GatedActivation()
+    added: Tensor | None = None
+    added_ids: Tensor | None = None
+
+
+class SlotAdditions(Protocol):
+    """The additions of adapters to the choices of a batch."""
+
+    ids_TK: Tensor  # int64, contiguous; -1: nothing is added to this choice
+
+    def gate_up(self, x_TD: Tensor) -> Tensor:
+        """Returns what is added to gate and up, fp32 [S, 2 F]."""
+        ...
+
+    def down(self, hidden_PF: Tensor, places_S: Tensor) -> Tensor:
+        """Returns what is added to the outputs, fp32 [S, D]. `places_S`: the row of hidden of each
+        slot with an addition."""
+        ...
 
 
 def grouped_experts(
@@ -73,10 +94,11 @@ def grouped_experts(
     chip: Chip,
     block_m: int | None = None,
     out_dtype: torch.dtype = torch.float32,
+    additions: SlotAdditions | None = None,
 ) -> Tensor:
     """Returns the rows' weighted sums [T, D] in fp64, or rounded once to fp32.
 
-    An id outside [0, E) adds nothing. `block_m` forces a tile size.
+    An id outside [0, E) adds nothing, also if it has additions. `block_m` forces a tile size.
     """
     (num_rows, top_k), width = expert_ids_TK.shape, experts.width
     assert x_TD.shape == (num_rows, width), f"x {list(x_TD.shape)}, not {[num_rows, width]}"
@@ -88,6 +110,8 @@ def grouped_experts(
         return out_TD.zero_()
     if block_m is None:
         block_m = choose_block_m(num_slots, experts.num_experts, chip.has_equal_tiles)
+        if additions is not None:
+            block_m = min(block_m, FIXED_BLOCK_M)  # larger tiles are TMA's, which adds nothing
     alignment = align(expert_ids_TK, experts.num_experts, block_m)
     num_positions = alignment.max_tiles * (1 if alignment.is_direct else block_m)
     hidden_PF = x_TD.new_empty(num_positions, experts.expert_width)
@@ -99,23 +123,54 @@ def grouped_experts(
         out=hidden_PF,
         is_gated=True,
         activation=experts.activation,
+        added=None if additions is None else additions.gate_up(x_TD),
+        added_ids=None if additions is None else additions.ids_TK,
     )
+    multiply(gate_up, alignment, top_k, chip)
     down = Product(
-        weight=experts.down, bias=experts.down_bias, x=hidden_PF, out=y_SD, is_gated=False
+        weight=experts.down,
+        bias=experts.down_bias,
+        x=hidden_PF,
+        out=y_SD,
+        is_gated=False,
+        added=None if additions is None else additions.down(hidden_PF, _places(alignment)),
+        added_ids=gate_up.added_ids,
     )
-    for product in (gate_up, down):
-        multiply(product, alignment, top_k, chip)
+    multiply(down, alignment, top_k, chip)
+    _combine(y_SD, expert_ids_TK, weights_TK, out_TD, experts.num_experts)
+    return out_TD
+
+
+def _combine(
+    y_SD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, out_TD: Tensor, num_experts: int
+) -> None:
+    (num_rows, top_k), width = expert_ids_TK.shape, out_TD.shape[1]
     combine_kernel[(num_rows, -(-width // _COMBINE_BLOCK))](
         y_SD,
         expert_ids_TK,
         weights_TK,
         out_TD,
-        experts.num_experts,
+        num_experts,
         width,
         TOP_K=top_k,
         BLOCK_D=_COMBINE_BLOCK,
     )
-    return out_TD
+
+
+def _places(alignment: Alignment) -> Tensor:
+    """Returns the position of each slot, int64 [S]; 0 for those in no tile.
+
+    Example, S = 3, tiles [1 3 | 2 3]: [0, 0, 2].
+    """
+    slots_P, num_slots = alignment.sorted_slots, alignment.num_slots
+    if slots_P is None:
+        return torch.arange(num_slots, device=alignment.tile_experts.device)
+    assert alignment.num_tiles is not None, "only a direct alignment has no number of tiles"
+    positions_P = torch.arange(len(slots_P), device=slots_P.device)
+    is_used_P = positions_P < alignment.num_tiles * alignment.block_rows
+    into_P = torch.where(is_used_P, slots_P, num_slots).long()
+    places = torch.zeros(num_slots + 1, dtype=torch.int64, device=slots_P.device)
+    return places.scatter_(0, into_P, positions_P)[:num_slots]
 
 
 def product_shape(weight: GroupedWeight, item_bytes: int) -> ProductShape:
@@ -135,9 +190,11 @@ def multiply(product: Product, alignment: Alignment, top_k: int, chip: Chip) -> 
     shape = product_shape(product.weight, product.x.element_size())
     tile = tuned_tile(alignment.block_rows, shape, chip.capability, chip.tuned)
     # One slot a tile leaves nothing to share: the plain grid serves it.
-    if tile.uses_tma and not alignment.is_direct:
+    if tile.uses_tma and not alignment.is_direct and product.added is None:
         _multiply_by_tma(product, alignment, top_k, chip, tile)
         return
+    added = product.added
+    assert added is None or added.numel() < 2**31, f"additions of {list(added.shape)}"
     weight, activation = product.weight, product.activation
     num_outputs = weight.num_outputs
     grid = (alignment.max_tiles * -(-num_outputs // tile.block_n),)
@@ -147,6 +204,8 @@ def multiply(product: Product, alignment: Alignment, top_k: int, chip: Chip) -> 
         weight.scales,
         weight.zeros,
         product.bias,
+        product.added,
+        product.added_ids,
         product.out,
         alignment.tile_experts,
         alignment.sorted_slots,

@@ -41,6 +41,7 @@ _SCALES: dict[WeightFormat, str] = {
 # Each slot is a tile of its own. The omitted formats differ in their scales only.
 _DIRECT_BLOCK_MS = (16, FIXED_BLOCK_M)
 _DIRECT_FORMATS = (_PLAIN, ("fp8_block", FP8_BLOCK), ("mxfp4", 32), ("int4", 128))
+_WITH_ADDITIONS = "qwen3-30b-a3b"  # those of adapters are compiled for this model
 _PLAIN_ACTIVATION = GatedActivation()
 
 
@@ -125,9 +126,24 @@ def _cases() -> Iterator[CompileCase]:
         )
         for tile, targets in _tiles(shape):
             yield from _cases_of(name, router, shape, tile, targets, can_be_direct=False)
+    yield from _added_cases()
     for top_k in (1, 2, 4, 8):
         yield _combine_case(f"combine-{top_k}", top_k, "*fp32")
         yield _combine_case(f"combine-partial-{top_k}", top_k, "*fp64")
+
+
+def _added_cases() -> Iterator[CompileCase]:
+    """Yields the products to which adapters add, for the experts of one model."""
+    model = MODELS[_WITH_ADDITIONS]
+    for shape in model.shapes():
+        for tile, targets in _tiles(shape) if shape.weight_format == "plain" else ():
+            if tile.block_m > FIXED_BLOCK_M:
+                continue
+            product = "gate_up" if shape.is_gated else "down"
+            name = f"grouped_gemm/{product}-added-{tile.block_m}x{tile.block_n}-{_WITH_ADDITIONS}"
+            yield _case(name, model, shape, tile, targets, has_added=True)
+            direct = f"{name}-direct"
+            yield _case(direct, model, shape, tile, targets, has_added=True, is_direct=True)
 
 
 def _tiles(shape: ProductShape) -> Iterator[tuple[TileConfig, tuple[int, ...]]]:
@@ -196,6 +212,7 @@ def _case(
     *,
     has_fp8: bool = False,
     is_direct: bool = False,
+    has_added: bool = False,
 ) -> CompileCase:
     weights, pointer = shape.weight_format, f"*{model.dtype}"
     types = {"plain": pointer, "int8": "*i8"}
@@ -205,6 +222,8 @@ def _case(
         "scales_ptr": _SCALES.get(weights),
         "zeros_ptr": "*u8" if weights.endswith("_zero") else None,
         "bias_ptr": _bias_pointer(model),
+        "added_ptr": "*fp32" if has_added else None,
+        "added_ids_ptr": "*i64" if has_added else None,
         "out_ptr": f"*{model.out_dtype or model.dtype}",
         "tile_experts_ptr": "*i64" if is_direct else "*i32",
         "sorted_slots_ptr": None if is_direct else "*i32",

@@ -152,7 +152,7 @@ def _row_scales(matrix: QuantisedMatrix) -> Tensor:
 
 
 def _spread(values_NG: Tensor, matrix: QuantisedMatrix) -> Tensor:
-    """From the form's groups, or from one for all, to the layout's."""
+    """Converts the form's groups, or one group for all, to those of the layout."""
     group = _group(matrix.form)
     num_groups = -(-matrix.num_columns // group)
     times = matrix.form.group // group if values_NG.shape[1] > 1 else num_groups

@@ -23,13 +23,14 @@ from moe_kernels.gpu.grouped_gemm.tile import (
     slots_of,
     store_columns,
     tile_of,
+    with_added,
 )
 from moe_kernels.gpu.grouped_gemm.weights import multiply_added, weight_rows
 
 
 @triton.jit(do_not_specialize=["max_tiles", "num_slots"])
 def grouped_gemm_kernel(
-    x_ptr, weight_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr,
+    x_ptr, weight_ptr, scales_ptr, zeros_ptr, bias_ptr, added_ptr, added_ids_ptr, out_ptr,
     tile_experts_ptr, sorted_slots_ptr, num_tiles_ptr, max_tiles, num_slots, num_experts, top_k,
     num_inputs, num_outputs, weight_stride, scales_stride,
     FORMAT: tl.constexpr, GROUP_C: tl.constexpr, IS_GATED: tl.constexpr, IS_DIRECT: tl.constexpr,
@@ -38,6 +39,7 @@ def grouped_gemm_kernel(
     IS_EVEN: tl.constexpr, HAS_FP8: tl.constexpr,
 ):  # fmt: skip
     """Either product, any format. x [T, C] or [P, C]; out [P, N] or [S, N]; bias [E, (2) N].
+    added [S, (2) N] fp32 joins the sums of slots whose number in added_ids [S] is not negative.
 
     Grid (max_tiles * ceil(N / BLOCK_N)): a program computes BLOCK_N outputs of one tile; those of
     unused tiles end at once. IS_DIRECT: a slot is a tile, with its id as the expert.
@@ -56,9 +58,10 @@ def grouped_gemm_kernel(
     outputs = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     part = expert * 2 if IS_GATED else expert
     acc = _summed(
-        x_row, weight_ptr, scales_ptr, zeros_ptr, bias_ptr, part, outputs, is_slot, num_inputs,
-        num_outputs, weight_stride, scales_stride, FORMAT, GROUP_C, IS_GATED, ALPHA, LIMIT,
-        UP_OFFSET, BLOCK_M, BLOCK_N, BLOCK_C, IS_EVEN, HAS_FP8,
+        x_row, weight_ptr, scales_ptr, zeros_ptr, bias_ptr, added_ptr, added_ids_ptr, slots, part,
+        outputs, is_slot, num_inputs, num_outputs, weight_stride, scales_stride,
+        FORMAT, GROUP_C, IS_GATED, ALPHA, LIMIT, UP_OFFSET,
+        BLOCK_M, BLOCK_N, BLOCK_C, IS_EVEN, HAS_FP8,
     )  # fmt: skip
     places = positions if IS_GATED else slots
     store_columns(acc, out_ptr, places, outputs, num_outputs, is_slot)
@@ -66,8 +69,8 @@ def grouped_gemm_kernel(
 
 @triton.jit
 def _summed(
-    x_row, weight_ptr, scales_ptr, zeros_ptr, bias_ptr, part, outputs, is_slot, num_inputs,
-    num_outputs, weight_stride, scales_stride,
+    x_row, weight_ptr, scales_ptr, zeros_ptr, bias_ptr, added_ptr, added_ids_ptr, slots, part,
+    outputs, is_slot, num_inputs, num_outputs, weight_stride, scales_stride,
     FORMAT: tl.constexpr, GROUP_C: tl.constexpr, IS_GATED: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -105,9 +108,13 @@ def _summed(
             )  # fmt: skip
     rows = part * num_outputs + outputs
     acc = finished(acc, scales_ptr, bias_ptr, rows, is_row, HAS_ROW_SCALES)
+    width = num_outputs * 2 if IS_GATED else num_outputs
+    acc = with_added(acc, added_ptr, added_ids_ptr, slots, is_slot, outputs, is_row, width)
     if IS_GATED:
         rows += num_outputs
         acc_up = finished(acc_up, scales_ptr, bias_ptr, rows, is_row, HAS_ROW_SCALES)
+        ups = outputs + num_outputs
+        acc_up = with_added(acc_up, added_ptr, added_ids_ptr, slots, is_slot, ups, is_row, width)
         acc = activated(acc, acc_up, ALPHA, LIMIT, UP_OFFSET)
     return acc
 

@@ -58,6 +58,18 @@ def finished(acc, scales_ptr, bias_ptr, rows, is_row, HAS_ROW_SCALES: tl.constex
 
 
 @triton.jit
+def with_added(acc, added_ptr, added_ids_ptr, slots, is_slot, columns, is_row, width):
+    """The sums, to which slots with an adapter add their row of `added` [S, width], which has less
+    than 2^31 values: 64-bit places would not fit the registers."""
+    if added_ptr is not None:
+        is_added = tl.load(added_ids_ptr + slots, mask=is_slot, other=-1) >= 0
+        added = added_ptr + (slots[None, :] * width + columns[:, None])
+        mask = is_added[None, :] & is_row[:, None]
+        acc = tl.where(mask, acc + tl.load(added, mask=mask, other=0.0), acc)
+    return acc
+
+
+@triton.jit
 def activated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
     """g sigmoid(alpha g) (u + offset), g = min(gate, limit), u = up within +-limit; a NaN stays."""
     KEPT: tl.constexpr = tl.PropagateNan.ALL

@@ -107,7 +107,7 @@ def rotated(x: Tensor, form: KVForm, dtype: torch.dtype) -> Tensor:
 def store_quantised(
     pages: KVPages, keys_RD: Tensor, values_RD: Tensor | None, rows: Tensor
 ) -> None:
-    """Write new keys and values, in fp32, to rows of the pages; a negative row is not written.
+    """Writes new keys and values, in fp32, to rows of the pages. A negative row is not written.
 
     `values_RD` None: the values are a part of the keys (latent attention).
     """

@@ -1,1 +1,1 @@
-"""From logits to tokens on a GPU."""
+"""Turns logits into tokens on a GPU."""

@@ -1,4 +1,4 @@
-"""From logits to tokens without sorting a vocabulary. S rows, V tokens, N blocks of a row.
+"""Turns logits into tokens without sorting a vocabulary. S rows, V tokens, N blocks of a row.
 
 A row's token depends on that row alone. Given bit-equal probabilities it is the token of the plain
 definition (`reference.py`): exactly if all tokens kept have 2^-29 or more, otherwise unless the

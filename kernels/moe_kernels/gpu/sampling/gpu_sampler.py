@@ -66,7 +66,7 @@ class GpuTokenSampler:
 def _uploaded(
     step: SamplingStep, device: torch.device
 ) -> tuple[SamplingRows, Adjustments | None, Tensor]:
-    """Draw parameters of the rows, adjustments of logits (or None), and the rows to score."""
+    """The parameters of the draws, the adjustments of logits (or None), and the rows to score."""
     keys = (step.seeds_S, step.choices_S, step.positions_S, step.scored_rows_R)
     filters = (step.temperatures_S, step.min_ps_S, step.top_ks_S, step.top_ps_S)
     changes: tuple[NDArray[Any], ...] = ()
@@ -171,7 +171,7 @@ def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]
 
 
 def download(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
-    """Copy tensors to the host as arrays, in one copy. Waits until the device has computed them.
+    """Copies tensors to the host as arrays, in one copy. Waits until the device has computed them.
 
     The widest dtypes come first, so that all parts of the buffer are aligned.
     """

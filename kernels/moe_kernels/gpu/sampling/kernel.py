@@ -1,4 +1,4 @@
-"""From logits to probabilities, and from probabilities and a draw to a token.
+"""Turns logits into probabilities, and probabilities and a draw into a token.
 
 S rows, V tokens, N blocks of a row. A row's probabilities are summed as integers, in units of
 2^-52: integers add up to the same in any order, and those of 2^-29 and more are exact.

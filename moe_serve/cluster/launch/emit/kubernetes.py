@@ -68,7 +68,7 @@ def kubernetes_files(deployment: Deployment, kind: KubernetesKind) -> Mapping[st
 
 
 def _leader_worker_set(deployment: Deployment) -> Manifest:
-    """Restarts a pod that ends alone: node 0 admits it again."""
+    """Builds a set that restarts a pod that ends alone; node 0 admits it again."""
     arguments = deployment.command.arguments()
     labels = _labels(deployment)
     leader = {"metadata": {"labels": {**labels, _NODE_0: "true"}}}
@@ -92,7 +92,9 @@ def _leader_worker_set(deployment: Deployment) -> Manifest:
 
 
 def _stateful_set(deployment: Deployment) -> Manifest:
-    """Numbers pods by their names; all start at once, as node 0 waits for the others."""
+    """Builds a set that numbers pods by their names. All pods start at once, because node 0 waits
+    for the others.
+    """
     name = deployment.name
     nodes = f"{name}-nodes"
     arguments = deployment.command.arguments(
@@ -178,8 +180,9 @@ def _pod(deployment: Deployment, arguments: tuple[str, ...], *, is_node_0: bool 
 
 
 def _probes(scheme: str) -> Manifest:
-    """Makes a pod live as soon as its port is open, also while it waits for the nodes and loads.
-    The limit of that time is `cluster.start_timeout_s`."""
+    """Makes a pod live as soon as its port is open, even while it waits for the nodes and loads.
+    `cluster.start_timeout_s` limits that time.
+    """
     live = {"path": "/health/live", "port": "http", "scheme": scheme}
     ready = {**live, "path": "/health/ready"}
     return {
@@ -221,7 +224,7 @@ def _resources(deployment: Deployment) -> Manifest:
 
 
 def _headless_service(deployment: Deployment) -> Manifest:
-    """Gives the pods names, even before they are ready, as they become ready only together."""
+    """Gives the pods names before they are ready, because they only become ready together."""
     return {
         "apiVersion": "v1",
         "kind": "Service",

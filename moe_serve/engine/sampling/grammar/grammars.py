@@ -85,7 +85,7 @@ class Grammars:
         """
         if self.has(constraint):
             return self.matcher(constraint)
-        assert self.vocabulary.tokenizer is not None  # made once, whatever it takes
+        assert self.vocabulary.tokenizer is not None  # compiled once, however long it takes
         key, since = digest(constraint), self._clock()
         patience_s = self._patience.left(since)
         with self._lock:

@@ -14,7 +14,7 @@ MAX_CHOICES = 1024
 MAX_REASON_CHARS = 200  # of the library's words in an error
 
 COMPILE_TIMEOUT_S = 2.0  # usually a few ms
-QUICK_TIMEOUT_S = 0.5  # for quick-looking ones, which are then judged again as slow ones
+QUICK_TIMEOUT_S = 0.5  # for quick-looking constraints; beyond it they are judged again as slow ones
 MAX_QUICK_CHARS, MAX_QUICK_COUNTS = 16_384, 10_000  # limits for looking quick
 NUM_SLOW_WORKERS = 2  # beside the one for quick-looking constraints
 MAX_WAITING_OF_CLIENT = 32  # of MAX_WAITING

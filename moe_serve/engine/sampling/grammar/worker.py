@@ -1,4 +1,5 @@
-"""The process that compiles every grammar first, and is ended if it takes too much time or memory.
+"""Runs the process that compiles every grammar first, and that is ended if it takes too much time
+or memory.
 
 python -m moe_serve.engine.sampling.grammar.worker
 """

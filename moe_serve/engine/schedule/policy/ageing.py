@@ -42,8 +42,9 @@ class Ageing:
         ]
 
     def pass_over(self, sequence_ids: Items[int]) -> list[int]:
-        """Records that a later one starts before these. Returns those that can now wait no
-        longer."""
+        """Records that a later sequence starts before these. Returns those that now can wait no
+        longer.
+        """
         passed, late = self._passed, []
         for key in sequence_ids:
             passed[key] = count = passed.get(key, 0) + 1

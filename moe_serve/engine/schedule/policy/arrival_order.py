@@ -1,4 +1,4 @@
-"""The policies that ignore experts: `fifo` and `balanced`, also with a predictor beside them."""
+"""The policies that ignore experts: `fifo` and `balanced`. A predictor may run beside them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ArrivalOrder:
         return waiting
 
     def is_next(self, sequence: Sequence) -> bool:
-        """Returns True, as no sequence starts before an earlier one."""
+        """Returns True, because no sequence starts before an earlier one."""
         return True
 
     def started(self, sequence: Sequence) -> None:
@@ -43,18 +43,19 @@ class ArrivalOrder:
         return self.splitter(slices, max_micro_batches)
 
     def needed(self, slices: list[SequenceSlice]) -> None:
-        """Returns None, as the policy knows no experts."""
+        """Returns None, because the policy knows no experts."""
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """Does nothing, as no state is kept."""
+        """Does nothing, because the policy keeps no state."""
 
     def stats(self) -> PolicyStats:
         return PolicyStats(policy=self.name)
 
 
 class Observed:
-    """Implements BatchPolicy like `plain`, while a predictor is measured and tells an expert memory
-    what it expects."""
+    """Implements BatchPolicy like `plain`. Meanwhile a predictor is measured, and tells an expert
+    memory which experts it expects.
+    """
 
     def __init__(
         self,

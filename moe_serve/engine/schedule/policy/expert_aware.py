@@ -107,7 +107,7 @@ class ExpertAware:
         self._num_groups = 1  # in the last step
         self._activated: float | None = None
         self._offer: _ExpertOffer | None = None
-        self._late: list[int] = []  # became urgent when the last one started
+        self._late: list[int] = []  # sequences that became urgent when the last one started
 
     def prepare(self, waiting: Items[Sequence], running: Items[Sequence]) -> None:
         """See `BatchPolicy.prepare`."""
@@ -122,7 +122,8 @@ class ExpertAware:
         if not self._source.is_on:
             yield from waiting
             return
-        # They are in front. One that moved here from a lost rank is at the end, without precedence.
+        # Preempted sequences are in front. One that moved here from a lost rank is at the end,
+        # without precedence.
         preempted = list(itertools.takewhile(lambda s: s.num_restarts > 0, window))
         yield from preempted
         yield from self._by_cost(window[len(preempted) :], running)

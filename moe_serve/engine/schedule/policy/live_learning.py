@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from moe_serve.engine.schedule.policy.concave_cost import Floats
 from routing_predictor.requests.online import OnlinePredictor
 
-_LEAST_TOKENS = 4  # in a comparison: fewer are not meaningful
+_LEAST_TOKENS = 4  # least tokens of a comparison
 _MOST_TOKENS = 64
 _MOST_WAITING = 64  # comparisons; then the oldest are lost
 

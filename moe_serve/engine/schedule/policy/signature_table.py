@@ -1,8 +1,8 @@
 """Stores the signatures of a server's sequences as rows that a search can read at once.
 
-A signature has a dimension for each expert of each layer, thousands in a large model. Few of them
-decide which requests suit each other: the table offers the D dimensions in which signatures differ
-most, and chooses them anew whenever the number of signatures seen doubles.
+A signature has a dimension for each expert of each layer, thousands in a large model. Only a few of
+them decide which requests suit each other: the table offers the D dimensions in which signatures
+differ most, and chooses them again whenever the number of signatures seen has doubled.
 
 L layers, E experts, R rows, D dimensions.
 """
@@ -123,7 +123,7 @@ class SignatureTable:
 
     def _resize(self, capacity: int, width: int) -> None:
         old = len(self._full)
-        if not self._dimensions.size:  # until enough is known: spread over all layers
+        if not self._dimensions.size:  # until enough signatures are known: spread over all layers
             count = min(self._max, width)
             self._dimensions = np.arange(count, dtype=np.int64) * width // count
         shape = ((0, capacity - old), (0, width - self._full.shape[1]))

@@ -30,7 +30,7 @@ class Coverage:
 
     @property
     def taken(self) -> float:
-        """The level at which distributions are to be read."""
+        """The level at which distributions must be read."""
         return self._taken
 
     @property
@@ -39,8 +39,9 @@ class Coverage:
         return sum(self._is_within) / len(self._is_within) if self._is_within else None
 
     def note(self, place: float, *, is_within: bool) -> None:
-        """Adds an answer. `place`: the share of its predicted distribution that is shorter;
-        `is_within`: it was at most as long as the corrected quantile that was predicted."""
+        """Adds an answer. `place` is the share of its predicted distribution that is shorter, and
+        `is_within` says whether it was at most as long as the predicted, corrected quantile.
+        """
         self._recent.append(place)
         self._is_within.append(is_within)
         self._aim += _RATE * (self._level - (1.0 if is_within else 0.0))

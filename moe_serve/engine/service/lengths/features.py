@@ -1,4 +1,4 @@
-"""Turns what is known of a request when it arrives into a row of numbers.
+"""Turns the facts known about a request at its arrival into a row of numbers.
 
 F features: its sizes and settings, the past answers to its tenant and to the beginning of its
 prompt, the hashed last tokens of the prompt, and optionally the prompt's meaning (the mean of its
@@ -45,7 +45,7 @@ class RequestFacts:
 
 
 class FeatureMaker:
-    """Makes rows, with the past of tenants and beginnings. Tells it every answer."""
+    """Makes rows from requests and from the past of tenants and beginnings."""
 
     def __init__(self, tenants: PastLengths, beginnings: PastLengths) -> None:
         self._tenants, self._beginnings = tenants, beginnings

@@ -1,6 +1,6 @@
 """Switches predictions off while a simple baseline is better.
 
-Predictions are measured all the time, also while they are not followed, so that they can come back.
+Predictions are always measured, even while they are off, so that they can be switched on again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class LengthGuard:
     """Compares the losses of predictions and of the tenants' past answers."""
 
     def __init__(self) -> None:
-        self.is_on = False  # until there is something better than the baseline
+        self.is_on = False  # off until the predictions are better than the baseline
         self.num_switches = 0
         self._own = self._baseline = 0.0
         self._weight = 0.0

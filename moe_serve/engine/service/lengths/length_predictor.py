@@ -83,7 +83,7 @@ class LengthPredictor:
         return self._forest is not None and self.guard.is_on
 
     def predict(self, request_id: str, facts: RequestFacts) -> LengthForecast:
-        """Predicts the answer of a request that arrived. Its end is told by `ended`."""
+        """Predicts the answer of a request that arrived. `ended` must be called at its end."""
         row = self._features.row(facts)
         baseline = self._tenants.distribution(facts.tenant)
         own = None
@@ -100,7 +100,7 @@ class LengthPredictor:
         return forecast
 
     def forget(self, request_id: str) -> None:
-        """Forgets a request whose answer says nothing, as it failed."""
+        """Forgets a request that failed, because its answer says nothing about lengths."""
         self._open.pop(request_id, None)
 
     def ended(self, request_id: str, length: int, *, is_cut: bool) -> None:

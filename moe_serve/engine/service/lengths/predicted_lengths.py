@@ -1,4 +1,6 @@
-"""Estimates answer lengths for the scheduler by a predictor (`scheduler.length_prediction: on`)."""
+"""Estimates answer lengths for the scheduler with a predictor (`scheduler.length_prediction:
+on`).
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,9 @@ def predicted_lengths() -> PredictedLengths:
 
 
 def facts_of(sequence: Sequence) -> RequestFacts:
-    """Returns what the engine knows of a request. Tools and turns are part of the prompt's tokens
-    by then."""
+    """Returns the facts that the engine knows about a request. Tools and turns are already part of
+    the prompt's tokens.
+    """
     request, rules = sequence.request, sequence.rules
     return RequestFacts(
         prompt_ids=request.prompt_token_ids,

@@ -131,7 +131,7 @@ def _checked(item: Any, param: str) -> Item:
     if given is not None and not (isinstance(given, str) and 1 <= len(given) <= 128):
         raise _misfit(f"{param}.id", "must be a string of 1 to 128 characters")
     checked = {**item, "type": kind, "id": given or new_id(_ID_PREFIXES[kind])}
-    if kind != "reasoning":  # clients that list the items rely on it
+    if kind != "reasoning":  # clients that list the items rely on the id
         checked["status"] = item.get("status") or "completed"
     if kind == "message" and isinstance(item["content"], str):
         part = "output_text" if item["role"] == "assistant" else "input_text"

@@ -17,7 +17,7 @@ MAX_TOOLS = 256
 _MAX_METADATA, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
 _IGNORED = frozenset(
     {
-        "max_tool_calls",  # of tools that a server runs itself: there are none
+        "max_tool_calls",  # limits tools that a server runs itself, which this server does not have
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
@@ -49,7 +49,7 @@ _CHOICE_FIELDS: Mapping[str, frozenset[str]] = {
     "allowed_tools": frozenset({"type", "mode", "tools"}),
 }
 _INCLUDES = ("message.output_text.logprobs",)
-# Data of tools that are not supported, and of encrypted reasoning: there is nothing to include.
+# Accepted without effect: answers have no data of server-side tools and no encrypted reasoning.
 _EMPTY_INCLUDES = (
     "reasoning.encrypted_content",
     "code_interpreter_call.outputs",

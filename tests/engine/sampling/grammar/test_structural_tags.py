@@ -250,7 +250,7 @@ WRONG: list[tuple[Any, str, str]] = [
     (structures(begin=""), "structures.1.begin", "at least 1 characters"),
     (structures(begin="x" * 513), "structures.1.begin", "at most 512 characters"),
     (structures(begin="f=a>"), "structures.1.begin", "starts with none of the triggers"),
-    (structures(begin="<f=z>"), "structures.1.begin", "is that of structures.0 too"),
+    (structures(begin="<f=z>"), "structures.1.begin", "is also that of structures.0"),
     (structures(begin="<f=z>{"), "structures.1.begin", "cannot be told apart"),
     (structures(begin=3), "structures.1.begin", "got `int`"),
     (structures(end="x" * 513), "structures.1.end", "at most 512 characters"),
