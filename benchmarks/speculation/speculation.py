@@ -14,7 +14,9 @@ without loops), `wrong` (drafts that are never right), `auto` (the controller be
 `head` (a trained head), `self` (the model itself with fewer experts). `auto` compares on repeated
 requests and on natural text, and prints below the table which share of the best length it reaches.
 `ranks` runs repeated requests on 1A1E and in one process, `time` measures what looking for drafts
-costs, and `head-limit` computes the most that the head's guesses can gain.
+costs, and `head-limit` computes the most that the head's guesses can gain. `controller` compares
+the controller with fixed lengths in virtual time, so other programs do not disturb it, and `costs`
+measures the steps of which it is made.
 
 A model with random weights can run `oracle` and `random-prediction` only, as its answers mean
 nothing. `oracle` also prints which share of (K + 1) / v(K + 1) the engine reaches, with v of the
@@ -40,9 +42,11 @@ from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.text.tokenizer import Tokenizer
 
+from .controller import controller_lines
 from .drafting_time import drafting_times
 from .head_limit import head_limits
 from .ranks import gains_by_layout
+from .step_costs import step_costs
 from .turns import Bench, Comparison, line
 from .workloads import loops, natural, random_prompts, structured, with_predictions
 
@@ -208,7 +212,14 @@ class _Parts:
         raise RuntimeError("every answer loops")
 
 
-AUTO, RANKS, TIME, LIMIT = "auto", "ranks", "time", "head-limit"
+AUTO = "auto"
+ALONE: dict[str, Callable[[argparse.Namespace], Iterator[str]]] = {
+    "ranks": lambda options: gains_by_layout(options.rounds, options.threads),
+    "time": lambda options: drafting_times(options.rounds),
+    "head-limit": lambda options: head_limits_of(options),
+    "controller": lambda options: controller_lines(_bench(options, ()), options.rounds),
+    "costs": lambda options: step_costs(_bench(options, ()), options.rounds),
+}
 PARTS = {
     "oracle": _Parts.oracle,
     "repeated": _Parts.repeated,
@@ -227,8 +238,8 @@ _USUAL = ("oracle", "repeated", "prediction", "schema", "natural", "wrong", "aut
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", help="checkpoint with random weights (default: demonstration)")
-    parts_help = f"some of {','.join(PARTS)}; or {RANKS}, {TIME} or {LIMIT} alone"
-    parser.add_argument("--parts", default=None, help=parts_help)
+    names = f"some of {', '.join(PARTS)}; or one of {', '.join(ALONE)} alone"
+    parser.add_argument("--parts", default=None, help=names)
     parser.add_argument("--rounds", type=int, default=5, help="turns of each kind (default 5)")
     parser.add_argument("--threads", type=int, default=1, help="kernel threads (default 1)")
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 4, 16), help="for oracle")
@@ -240,19 +251,12 @@ def main() -> int:
     parser.add_argument("--busy", action="store_true", help=busy_help)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
-    if options.parts in (RANKS, TIME):
-        of_ranks = options.parts == RANKS
-        rounds, threads = options.rounds, options.threads
-        for text in gains_by_layout(rounds, threads) if of_ranks else drafting_times(rounds):
-            print(text, flush=True)
-        return 0
-    if options.parts == LIMIT:
-        for text in head_limits_of(options):
+    if options.parts in ALONE:
+        for text in ALONE[options.parts](options):
             print(text, flush=True)
         return 0
     wanted = (options.parts or ("oracle" if options.model else ",".join(_USUAL))).split(",")
     if unknown := set(wanted) - set(PARTS):
-        names = f"some of {', '.join(PARTS)}, or {RANKS}, {TIME} or {LIMIT} alone"
         print(f"There is no part {sorted(unknown)[0]!r}: give {names}.")
         return 2
     bench = _bench(options, wanted)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 _ROW_SHARE, _LOOKUP_SHARE = 0.005, 0.012  # of the time of steps, which the accounts earn
 _SAVED_SHARE = 0.25  # of the time that accepted tokens saved, which pays for more lookups
 _ROW_STEPS, _LOOKUP_STEPS = 4.0, 8.0  # steps whose time the accounts hold at most
-_FIRST_LOOKUP_STEPS = 1.0  # and at first
+_FIRST_ROW_STEPS, _FIRST_LOOKUP_STEPS = 2.0, 1.0  # and at first
 _MOST_DEBT_STEPS = 1.0  # below zero
 _LONGEST_PAUSE = 64  # steps
 _LOOKUP_S = 20e-6  # the time of a lookup before any was measured
-_COLD = 3.0  # a step grows by so many times the time of a lookup in vain: its caches are cold
+_COLD = 2.0  # lookups by whose time a step is longer that was behind some: its caches are cold
 _WEIGHT = 0.05  # of a new measurement
 _MOST_SLOWER = 4.0  # a measurement counts as at most this times the average
 
@@ -61,24 +61,25 @@ class DraftingAllowance:
         """
         if self._step_s is None:
             return 0
-        rows_s, lookup_s = -self._rows.left_s, _COLD * self._lookup_s - self._lookups.left_s
+        rows_s, lookup_s = -self._rows.left_s, -self._lookups.left_s
         wait = max(rows_s / _ROW_SHARE, lookup_s / _LOOKUP_SHARE) / self._step_s
         return min(_LONGEST_PAUSE, max(0, int(wait)))
 
     @property
-    def num_lookups(self) -> int | None:
-        """Returns the number of lookups that a step may make; None means no limit."""
-        if self._step_s is None:
-            return None
-        return max(0, int(self._lookups.left_s / (_COLD * self._lookup_s)))
+    def has_lookups(self) -> bool:
+        """True if all sequences may look. They look in the same steps, because a draft pays best
+        beside others: the first of a step makes it longer by work that the others share.
+        """
+        return self._step_s is None or self._lookups.left_s > 0.0
 
     def pay_lookups(self, num: int, seconds: float) -> None:
         """Pays for lookups that took so many seconds. Time far above the average is not charged:
         the process had to wait for the CPU.
         """
         seconds = min(seconds, max(1, num) * _MOST_SLOWER * self._lookup_s)
-        self._lookups.left_s -= _COLD * seconds
+        self._lookups.left_s -= seconds
         if num:
+            self._lookups.left_s -= _COLD * self._lookup_s
             self._lookup_s += _WEIGHT * (seconds / num - self._lookup_s)
 
     def earn(self, seconds: float) -> None:
@@ -92,7 +93,7 @@ class DraftingAllowance:
         without drafts, `saved_s` what accepted tokens saved, and `lost_s` the time of refused
         tokens."""
         if self._step_s is None:
-            self._rows.left_s = _ROW_STEPS * step_s
+            self._rows.left_s = _FIRST_ROW_STEPS * step_s
             self._lookups.left_s += _FIRST_LOOKUP_STEPS * step_s
         self._step_s = step_s
         time_s = num_steps * step_s

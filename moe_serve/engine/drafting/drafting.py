@@ -19,6 +19,7 @@ from moe_serve.engine.drafting.draft import (
 from moe_serve.engine.drafting.guessing import Guessing
 from moe_serve.engine.drafting.past_answers import PastAnswers
 from moe_serve.engine.drafting.patience import Patience
+from moe_serve.engine.drafting.shadows import Shadows
 from moe_serve.engine.drafting.step_times import StepTimes
 from moe_serve.engine.request.draft_counts import DraftCounter, DraftCounts
 from moe_serve.engine.request.request import DraftResult
@@ -28,6 +29,7 @@ Survivals = dict[int, list[float]]  # by sequence id; see `Acceptance.survivals`
 _ENOUGH = 0.6  # share of the longest draft
 _CERTAIN = 0.95  # survival of the last token of a draft that a grammar forces
 _WARM = 0.85  # temperature
+_MOST_SLOWER = 2.0  # a step with drafts is charged at most this times its expected time
 
 
 class Drafting:
@@ -64,7 +66,7 @@ class Drafting:
         self._num_sampled = 0  # sequences that may get guesses; 0: `choose` was not called
         self._num_asked = 0  # sequences of the last step that guessed; 0: none did
         self._acceptance, self._patience, self._times = Acceptance(), Patience(), StepTimes()
-        self._allowance = DraftingAllowance()
+        self._allowance, self._shadows = DraftingAllowance(), Shadows()
         self._proposed = NO_PROPOSALS.of  # of the last step
         self._num_accepted = 0  # in the running step
         self._survivals: Survivals | None = None  # of the drafts that `choose` found
@@ -106,7 +108,10 @@ class Drafting:
         if rest and num_left and self._allowance.has_spare_rows:
             for key in patience.retries(rest, min(num_left, 1 + len(schedule) // 16)):
                 lengths[key] = 1
+        rest = drafts.keys() - lengths.keys()
         self._note_vain(schedule, {key: sum(survivals[key]) for key in rest})
+        for key in rest:
+            self._shadows.keep(schedule[key][0], drafts[key])
         chosen = {key: drafts[key].cut(length) for key, length in lengths.items()}
         seconds = self._clock() - clock
         self._counter.note_seconds(seconds)
@@ -179,7 +184,8 @@ class Drafting:
         seconds_of, base = self._times.seconds, num_rows - num_drafted
         step_s, saved_s, lost_s = seconds_of(base), 0.0, 0.0
         if num_drafted:
-            row_s = (seconds_of(num_rows) - step_s) / num_drafted
+            longest_s = _MOST_SLOWER * seconds_of(num_rows)
+            row_s = (min(seconds, longest_s) - step_s) / num_drafted
             saved_s = self._num_accepted * max(0.0, step_s / base - row_s)
             lost_s = (num_drafted - self._num_accepted) * max(0.0, row_s)
         self._allowance.settle(num_steps, step_s, saved_s, lost_s)
@@ -209,6 +215,7 @@ class Drafting:
         """Drops the state of sequences that have ended or moved away."""
         self._acceptance.forget(sequence_ids)
         self._patience.forget(sequence_ids)
+        self._shadows.forget(sequence_ids)
         for drafter in self._drafters:
             drafter.forget(sequence_ids)
 
@@ -241,6 +248,9 @@ class Drafting:
             sequence, count = schedule[key]
             if _may_draft(sequence, count):
                 num_lookups += 1
+                shadow = self._shadows.take(sequence)
+                if shadow is not None:
+                    self._acceptance.note(key, shadow.draft, shadow.num_right)
                 draft = self._propose(sequence, looks=True)
                 if draft is not None:
                     drafts[key] = draft
@@ -262,7 +272,9 @@ class Drafting:
         if not self._is_adaptive:
             return schedule
         allowance = self._allowance
-        return self._patience.awake(schedule, allowance.num_lookups) if allowance.has_rows else ()
+        if not allowance.has_rows:
+            return ()
+        return self._patience.awake(schedule, has_time=allowance.has_lookups)
 
     def _note_vain(self, schedule: Schedule, expected: Mapping[int, float | None]) -> None:
         """Notes the sequences whose drafts promise no gain, with the tokens to expect of them. A

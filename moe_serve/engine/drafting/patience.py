@@ -37,17 +37,13 @@ class Patience:
         self._wakes: dict[int, int] = {}  # the step in which a sequence asks next; 0: at once
         self._waits: dict[int, _Wait] = {}
 
-    def awake(self, sequence_ids: Iterable[int], most: int | None = None) -> list[int]:
-        """Counts a step, and returns the sequences that ask for a draft in it. If there are more
-        than `most`, those that have waited longest; but always those that are new or gain."""
+    def awake(self, sequence_ids: Iterable[int], *, has_time: bool = True) -> list[int]:
+        """Counts a step, and returns the sequences that ask for a draft in it. Without `has_time`
+        only those that are new or gain; the others wait, and then ask together.
+        """
         self._step += 1
-        step, wake_of = self._step, self._wakes.get
-        found = [key for key in sequence_ids if wake_of(key, 0) <= step]
-        if most is not None and len(found) > most:
-            found.sort(key=lambda key: wake_of(key, 0))
-            while len(found) > most and wake_of(found[-1], 0):
-                found.pop()
-        return found
+        last, wake_of = self._step if has_time else 0, self._wakes.get
+        return [key for key in sequence_ids if wake_of(key, 0) <= last]
 
     def pause(self, sequence_ids: Iterable[int], least: int = 0) -> int:
         """Returns the number of steps after this one in which no sequence asks: at least `least`,

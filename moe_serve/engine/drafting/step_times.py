@@ -14,7 +14,8 @@ _DRIFT = 0.03  # a change of an average that changes the estimates
 _MAX_AGE = 128  # measurements after which an average that was not measured again is dropped
 _SPARED = 3  # steps without drafts that are not measured after one that was
 _MOST_SLOWER = 2.0  # the first measurement counts as at most this times the estimate
-_MOST_SLOWER_LATER = 1.25  # and a later one as at most this times the average
+_NUM_FIRST = 3  # measurements of which the fastest counts, as code that is new is slow
+_MOST_SLOWER_LATER = 1.25  # a later one counts as at most this times the average
 
 
 @dataclass(slots=True)
@@ -31,12 +32,13 @@ class _Average:
 class StepTimes:
     """Averages of measured steps by number of rows.
 
-    Each average is of the time divided by that of a typical CPU, whose steps take 0.7 + 0.3 r^0.75
-    with r rows, in any unit. So steps with nearly the same number of rows share an average,
-    although each further row has a cost. Between averages it is interpolated, and outside of them
-    the nearest holds. That is optimistic for one sequence, where each new row activates new
-    experts, so that drafts are tried; their first measurement replaces the estimate. Old
-    measurements are dropped, as contexts grow and neighbours change.
+    What is averaged is the time over that of a typical CPU, whose steps take 0.7 + 0.3 r^0.75 with
+    r rows, in any unit. So steps that have nearly as many rows share an average, and a further row
+    costs something all the same. Between averages it is interpolated, and below them the nearest
+    holds. Rows above them are taken to add what they add on a typical CPU: a first drafted token
+    makes a step longer by work that further ones do not repeat. That is optimistic for one
+    sequence, where each new row activates new experts, so that drafts are tried; their measurements
+    replace the estimate. Old measurements are dropped, as contexts grow and neighbours change.
     """
 
     def __init__(self) -> None:
@@ -78,7 +80,7 @@ class StepTimes:
             bisect.insort(self._averages, average, key=_rows)
             self._known = _Known(self._averages)
             return
-        if average.num_measured == 1:  # the first step of a kind is often slow
+        if average.num_measured < _NUM_FIRST:
             average.ratio = min(ratio, average.ratio)
         else:
             ratio = min(ratio, average.ratio * _MOST_SLOWER_LATER)
@@ -106,19 +108,26 @@ class _Known(dict[int, float]):
         self._averages = averages
 
     def __missing__(self, num_rows: int) -> float:
-        found = self[num_rows] = self._ratio(num_rows) * _relative(num_rows)
+        found = self[num_rows] = self._estimate(num_rows)
         return found
 
-    def _ratio(self, num_rows: int) -> float:
-        right = bisect.bisect_left(self._averages, num_rows, key=_rows)
+    def _estimate(self, num_rows: int) -> float:
+        right, relative = (
+            bisect.bisect_left(self._averages, num_rows, key=_rows),
+            _relative(num_rows),
+        )
         near = self._averages[max(0, right - 1) : right + 1]
         if not near:
-            return 1.0
+            return relative
         low, high = near[0], near[-1]
-        if low is high:
-            return low.published
-        share = (num_rows - low.num_rows) / (high.num_rows - low.num_rows)
-        return low.published * (1 - share) + high.published * share
+        if low is not high:
+            share = (num_rows - low.num_rows) / (high.num_rows - low.num_rows)
+            return relative * (low.published * (1 - share) + high.published * share)
+        if low.num_rows >= num_rows:
+            return relative * low.published
+        more = relative - _relative(low.num_rows)
+        row = min([average.published for average in self._averages])
+        return low.published * (relative - more) + row * more
 
 
 def _rows(average: _Average) -> int:

@@ -170,22 +170,25 @@ def test_drafts_that_gain_are_never_limited() -> None:
     for _ in range(1000):
         assert allowance.has_rows
         allowance.settle(1, 0.001, 0.004, 0.0005)
-    lookups = allowance.num_lookups
-    assert lookups is not None and lookups > 64
+    assert allowance.has_lookups
+    allowance.pay_lookups(64, 64 * 30e-6)
+    assert allowance.has_lookups, "the saved time pays for looking"
 
 
 def test_lookups_in_vain_take_a_small_share_of_the_time() -> None:
-    allowance, num_lookups, num_steps = DraftingAllowance(), 0, 20_000
+    allowance, num_looked, num_steps = DraftingAllowance(), 0, 20_000
     allowance.settle(1, 0.001, 0.0, 0.0)
     for _ in range(num_steps):
-        made = min(allowance.num_lookups or 0, 8)  # eight sequences ask
-        num_lookups += made
-        allowance.pay_lookups(made, 30e-6 * made)
+        if allowance.has_lookups:  # eight sequences ask together
+            num_looked += 1
+            allowance.pay_lookups(8, 8 * 30e-6)
         allowance.settle(1, 0.001, 0.0, 0.0)
-    share = num_lookups * 3 * 30e-6 / (num_steps * 0.001)  # a lookup slows its step by more
+    share = num_looked * (8 + 2) * 30e-6 / (num_steps * 0.001)  # the step is longer by two more
     assert 0.011 < share < 0.013
+    allowance.pay_lookups(64, 64 * 30e-6)
+    assert not allowance.has_lookups and allowance.pause
     allowance.earn(1.0)  # a long prompt was read: its own text may be entered
-    assert (allowance.num_lookups or 0) > 60
+    assert allowance.has_lookups
 
 
 def test_more_rows_cost_more_although_they_share_an_average() -> None:
@@ -205,12 +208,24 @@ def test_a_slow_first_step_of_a_kind_does_not_stay() -> None:
     assert times.seconds(6) == pytest.approx(0.0025)
 
 
-def test_new_and_gaining_sequences_always_ask_and_others_in_turn() -> None:
+def test_new_and_gaining_sequences_always_ask_and_others_together() -> None:
     patience = Patience()
     for key in range(6):
         patience.awake([key])
         patience.in_vain(key, None)
     patience.gains([3])
-    asked = patience.awake(range(7), 2)
-    assert asked[:2] == [3, 6], "one that gains and a new one"
-    assert len(patience.awake(range(6), 2)) == 2
+    assert patience.awake(range(7), has_time=False) == [3, 6], "one that gains and a new one"
+    assert patience.awake(range(6)) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_slow_first_row_does_not_make_further_rows_dear() -> None:
+    times = StepTimes()
+    for _ in range(20):
+        times.observe(16, 1.0, has_drafts=False)
+    expected = times.seconds(80)
+    times.observe(17, 1.5, has_drafts=True)
+    assert times.seconds(17) == pytest.approx(1.5)
+    assert expected < times.seconds(80) < expected + 0.5, "the row's time is added once"
+    for seconds in (1.5, 1.1):
+        times.observe(17, seconds, has_drafts=True)
+    assert times.seconds(17) == pytest.approx(1.1), "the fastest of the first three"
