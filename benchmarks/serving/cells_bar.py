@@ -44,10 +44,10 @@ def measure(options: argparse.Namespace, load: tuple[int, float, int]) -> dict[s
             layout, nice = LAYOUTS[REPLICAS if name == REPLICAS else OWN], 0
             if name == NICE:
                 nice = options.nice
-            engines[name] = engine_of(of, layout, prefill_nice=nice)
-            assert isinstance(engines[name], CellsEngine), "there are two cells"
-            opened.callback(engines[name].close)
-            events[name] = GapEvents(engines[name])
+            engines[name] = engine = engine_of(of, layout, prefill_nice=nice)
+            assert isinstance(engine, CellsEngine), "there are two cells"
+            opened.callback(engine.close)
+            events[name] = GapEvents(engine)
         for turn in range(options.rounds):
             for name in rotated(names, turn):
                 found[name].append(run_streams(engines[name], of, turn, events[name]))

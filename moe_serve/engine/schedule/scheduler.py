@@ -50,9 +50,8 @@ class Scheduler:
         """`urgency` replaces the configured rule. `service` exists only with service tiers."""
         self._config, self.cache, self.sharing, self.policy = config, cache, sharing, policy
         self.service, self.tier, self._clock = service, sharing.tier, clock
-        if urgency is None:
-            urgency = Urgency(config.max_passed_over_s) if service is None else service.urgency
-        self.urgency = urgency
+        tiers = Urgency(config.max_passed_over_s) if service is None else service.urgency
+        self.urgency = urgency = tiers if urgency is None else urgency
         self.waiting = WaitingQueue(urgency, clock)
         self.running: list[Sequence] = []  # in the order in which they started
         self.reservations = Reservations(cache, sharing, self.running, config.max_num_seqs)
@@ -319,10 +318,7 @@ class Scheduler:
 
     def take_unproven_pages(self) -> list[int]:
         """Returns freed pages whose values no sampled token has proven, so they may hold NaNs.
-
-        Not those that are in the tree by now: they were filled, or are ordered to be filled, with a
-        page of a tier, and clearing them would come after that.
-        """
+        Leaves out pages in the tree: a tier fills them, and clearing would come after that."""
         pages, self._unproven_pages = self._unproven_pages, []
         return [page for page in pages if page not in self.cache.tree]
 

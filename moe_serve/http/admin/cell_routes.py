@@ -38,8 +38,7 @@ _BODY = {"requestBody": {"required": True, "content": {"application/json": {"sch
 
 
 def cells_router(cells: CellsControl | None, engine: EngineClient, max_bytes: int) -> APIRouter:
-    """Returns the routes. With `cells` None the server has a single cell, and they answer with an
-    error."""
+    """Returns the routes. They answer with an error if `cells` is None: a server of one cell."""
     router = APIRouter(prefix=ADMIN_PREFIX)
 
     def control() -> CellsControl:
