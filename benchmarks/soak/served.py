@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import psutil
 from harness.environment import child_environment
 
 _STOP_LIMIT_S = 60.0
+_REAPED_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +103,13 @@ class Served:
         return found
 
     def usage(self) -> Usage:
+        """A child counts as a zombie if the server does not reap it within seconds."""
         process = self.process
-        statuses = [_status(child) for child in process.children()]
+        deadline = time.monotonic() + _REAPED_WITHIN_S
+        while psutil.STATUS_ZOMBIE in (statuses := [_status(c) for c in process.children()]):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
         return Usage(
             rss_mib=round(process.memory_info().rss / 2**20, 1),
             num_fds=process.num_fds(),

@@ -24,7 +24,7 @@ class FrontEnd:
         """What the engine loses for a request that begins."""
         return self._costs.begin_s
 
-    def enter(self, at_s: float, num_prompt: int) -> float:
+    def pass_request(self, at_s: float, num_prompt: int) -> float:
         """Returns when the engine has a request that its client sends at `at_s`. Requests must come
         in the order of their times."""
         alone_s = at_s + self._costs.request.seconds(num_prompt)

@@ -136,7 +136,7 @@ class World:
         if front is None:
             self._enter(at_s, entry)
         else:
-            self._push(front.enter(at_s, len(prompt)), _ENTRY, index, entry)
+            self._push(front.pass_request(at_s, len(prompt)), _ENTRY, index, entry)
 
     def _enter(self, at_s: float, entry: _Entry) -> None:
         """Gives a request to the engine of its cell."""

@@ -346,14 +346,14 @@ def test_copies_that_eplb_doubles_are_told(tmp_path: Path, capsys: Capture) -> N
     assert run(*asked, "--solver", "eplb") == 0
     printed = capsys.readouterr().out
     num_redundant = json.loads(plan.read_text())["num_redundant_experts"]
-    assert f"num_redundant_experts {num_redundant} of --eplb-config" in printed
+    assert f"num_redundant_experts {num_redundant} in --eplb-config" in printed
     assert (
         f"{4 - num_redundant} copies were on a device that already has a copy of their expert"
         in printed
     )
     assert run(*asked) == 0
     printed = capsys.readouterr().out
-    assert "num_redundant_experts 4 of --eplb-config" in printed and "beside" not in printed
+    assert "num_redundant_experts 4 in --eplb-config" in printed and "beside" not in printed
 
 
 def test_replicas_that_a_plan_needs_anyway(tmp_path: Path, capsys: Capture) -> None:

@@ -154,7 +154,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: Capture) -> None:
         ((*FLEET, *LOAD, "--attainment", "2"), "attainment must be in (0, 1), got 2"),
         ((*FLEET, *LOAD, "--html", str(tmp_path / "no" / "a.html")), "its folder does not exist"),
         ((*FLEET, "--trace", str(texts)), "the trace has texts"),
-        ((*FLEET[:5], "int3", *LOAD), "precision cannot be 'int3'"),
+        ((*FLEET[:5], "int3", *LOAD), "precision must be one of auto, bfloat16, fp8; got 'int3'"),
         (("--fleet", "h100:1", "--model", "deepseek-v3", *LOAD), "does not fit the layout"),
     ):
         assert run(*arguments) == 2, arguments

@@ -46,9 +46,9 @@ def served(
 
 def test_requests_begin_one_after_another() -> None:
     front = FrontEnd(HTTP)
-    assert front.enter(1.0, 100) == pytest.approx(1.003)
-    assert front.enter(1.0, 100) == pytest.approx(1.0035), "the loop was busy with the first"
-    assert front.enter(2.0, 0) == pytest.approx(2.002)
+    assert front.pass_request(1.0, 100) == pytest.approx(1.003)
+    assert front.pass_request(1.0, 100) == pytest.approx(1.0035), "the loop was busy with the first"
+    assert front.pass_request(2.0, 0) == pytest.approx(2.002)
 
 
 def test_chunks_of_a_step_leave_one_after_another() -> None:

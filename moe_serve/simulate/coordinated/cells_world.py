@@ -253,7 +253,7 @@ class CellsWorld:
         if self._front is None:
             self._enter(job, entry)
         else:
-            at_s = self._front.enter(now, len(prompt))
+            at_s = self._front.pass_request(now, len(prompt))
             heapq.heappush(self._arrivals, (at_s, next(self._order), job, entry))
 
     def _enter(self, job: SimulatedRequest, entry: _Accepted) -> None:

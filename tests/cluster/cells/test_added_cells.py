@@ -194,7 +194,7 @@ def test_the_end_of_the_server_calls_off_the_starts() -> None:
         add(cells)
         cells.engine.close()
         assert cells.maker.starts[2].num_closed >= 1
-        with pytest.raises(CellsError, match="the server ends"):
+        with pytest.raises(CellsError, match="the server is shutting down"):
             cells.engine.add_cell("1A1E")
     names = [thread.name for thread in threading.enumerate()]
     assert not [name for name in names if name.startswith("cell-2")], names

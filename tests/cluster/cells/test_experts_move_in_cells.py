@@ -35,7 +35,10 @@ def test_a_plan_is_put_into_effect_in_one_cell() -> None:
             assert serve(engine, wanted) == expected
         assert placements.of(1).plan() == target
         assert placements.of(0).plan() == before[0] and placements.of(2).plan() == before[2]
-        assert serve(engine, wanted) == expected
+        for _ in range(20):  # the router may send all of them to the cell that counts nothing
+            assert serve(engine, wanted) == expected
+            if placements.status().num_counted_tokens > 0:
+                break
         check_statuses(placements)
     finally:
         engine.close()

@@ -89,13 +89,13 @@ def test_a_parcel_waits_until_it_is_expected(target: Target) -> None:
     [
         (
             replace(HEADER, identity=bytes(32)),
-            "the identity of its pages is 000000000000, and 000102030405 is",
+            "the identity of its pages is 000000000000, but 000102030405 is",
         ),
         (
             replace(HEADER, page_bytes=2**60),
-            "the size of its pages is 1152921504606846976, and 1000",
+            "the size of its pages is 1152921504606846976, but 1000",
         ),
-        (replace(HEADER, num_pages=60000), "their number is 60000, and 3 is expected"),
+        (replace(HEADER, num_pages=60000), "their number is 60000, but 3 is expected"),
     ],
 )
 def test_a_header_that_lies(target: Target, header: ParcelHeader, why: str) -> None:

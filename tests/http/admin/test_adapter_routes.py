@@ -122,7 +122,7 @@ def test_only_an_admin_key_changes_adapters(
         ({"lora_name": "a", "lora_path": "first", "x": 1}, "Unknown field 'x'"),
         ({"lora_name": "a", "lora_path": "first", "pinned": 1}, "pinned must be true or false"),
         ({"lora_name": "tiny", "lora_path": "first"}, "the name of the model itself"),
-        ({"lora_name": "tiny:sql", "lora_path": "first"}, "begins with it and a colon"),
+        ({"lora_name": "tiny:sql", "lora_path": "first"}, "begin with it and a colon"),
         ({"lora_name": "a", "lora_path": "../outside"}, "must be a folder below adapters.root"),
         ({"lora_name": "a", "lora_path": "/etc"}, "must be a folder below adapters.root"),
         ({"lora_name": "a", "lora_path": "nothing"}, "is not a folder"),

@@ -160,4 +160,4 @@ def test_a_server_with_one_cell_says_so(engine: EngineClient, model: ServedModel
     with TestClient(create_app(engine, model, ServerConfig(admin_keys=("root",)))) as client:
         answer = client.get("/admin/cells", headers=ADMIN)
         assert answer.status_code == 409
-        assert "start it with --cells" in answer.json()["error"]["message"]
+        assert "Start it with several cells in --cells" in answer.json()["error"]["message"]
