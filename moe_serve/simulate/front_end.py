@@ -31,7 +31,7 @@ class FrontEnd:
         self._last_s = max(alone_s, self._last_s + self._costs.begin_s)
         return self._last_s
 
-    def leave(self, ends: Iterable[float], place: int, last_s: float) -> list[float]:
+    def pass_tokens(self, ends: Iterable[float], place: int, last_s: float) -> list[float]:
         """Returns when the tokens of steps that end at these times reach a client whose chunk is at
         a place among those of its step, none before `last_s`."""
         return [max(last_s, end_s + place * self._costs.chunk_s) for end_s in ends]

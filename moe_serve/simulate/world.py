@@ -227,7 +227,7 @@ class World:
             times = running[delta.request_id]
             ends: Sequence[float] = done.ends[: len(delta.token_ids)]
             if front is not None:
-                ends = front.leave(ends, place, times.end_s)
+                ends = front.pass_tokens(ends, place, times.end_s)
             times.token_times.extend(ends)
             times.num_cached = delta.num_cached_tokens
             if delta.finish_reason is not None:

@@ -53,8 +53,8 @@ def test_requests_begin_one_after_another() -> None:
 
 def test_chunks_of_a_step_leave_one_after_another() -> None:
     front = FrontEnd(HTTP)
-    assert front.leave([1.0, 2.0], 3, 0.0) == pytest.approx([1.0003, 2.0003])
-    assert front.leave([1.0], 0, 1.5) == [1.5], "never before the chunk that came before"
+    assert front.pass_tokens([1.0, 2.0], 3, 0.0) == pytest.approx([1.0003, 2.0003])
+    assert front.pass_tokens([1.0], 0, 1.5) == [1.5], "never before the chunk that came before"
 
 
 def test_a_request_alone_comes_later_by_its_way_and_its_beginning() -> None:

@@ -218,7 +218,7 @@ class CellsWorld:
         live.cell, live.last_s = cell.index, done.ends[-1]
         ends = [live.last_s] * len(delta.token_ids)
         if self._front is not None:
-            ends = self._front.leave(ends, place, times.end_s)
+            ends = self._front.pass_tokens(ends, place, times.end_s)
         times.token_times.extend(ends)
 
     def _finish(self, times: RequestTimes) -> None:
