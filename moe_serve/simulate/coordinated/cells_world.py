@@ -76,7 +76,7 @@ class _Live:
 
 
 @dataclass(frozen=True, slots=True)
-class _Accepted:
+class _Entered:
     """A request that the server's HTTP side has accepted."""
 
     prompt: tuple[int, ...]
@@ -108,7 +108,7 @@ class CellsWorld:
         self._clock, self._ids = clock, ids
         self._admission, self._watcher, self._timeline = admission, watcher, timeline
         self._front = front
-        self._arrivals: list[tuple[float, int, SimulatedRequest, _Accepted | None]] = []
+        self._arrivals: list[tuple[float, int, SimulatedRequest, _Entered | None]] = []
         self._order = itertools.count()
         self._live: dict[str, _Live] = {}
         self._begun_s = [0.0] * len(cells)
@@ -249,14 +249,14 @@ class CellsWorld:
             service=job.service,
             session=job.session,
         )
-        entry = _Accepted(prompt, times)
+        entry = _Entered(prompt, times)
         if self._front is None:
             self._enter(job, entry)
         else:
             at_s = self._front.pass_request(now, len(prompt))
             heapq.heappush(self._arrivals, (at_s, next(self._order), job, entry))
 
-    def _enter(self, job: SimulatedRequest, entry: _Accepted) -> None:
+    def _enter(self, job: SimulatedRequest, entry: _Entered) -> None:
         """Gives a request to the cells."""
         times = entry.times
         if is_refused(self._admission, job, times):
