@@ -57,12 +57,13 @@ class FitReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpCosts:
-    """What HTTP adds to the engine of a server, for streams to a client on the same machine.
+    """The time that HTTP costs, for streams to a client on the same machine.
 
-    `request`: seconds from sending a request of so many prompt tokens until the engine has it, with
-    those that its first token needs to come back; `begin_s`: what the engine loses for a request
-    that begins; `chunk_s`: between two streams' chunks of the same step; `step`: what the engine
-    loses in a step, by its sequences.
+    request: seconds by the number of prompt tokens. They go from sending a request until the engine
+        has it, and contain the way of its first token back to the client.
+    begin_s: seconds that the engine loses when a request begins.
+    chunk_s: seconds between the chunks of two streams in the same step.
+    step: seconds that the engine loses in a step, by the number of its sequences.
     """
 
     request: Line

@@ -10,10 +10,10 @@ _NEVER = float("-inf")
 
 
 class FrontEnd:
-    """Delays what goes in and out of one server, as `moe-serve calibrate` measured it.
+    """Delays the requests and the tokens of one server by the times of a calibration.
 
     The event loop begins requests one after another, and writes the chunks of a step one after
-    another. The steps themselves are longer, too: that is in the costs (`with_step_loss`).
+    another. HTTP also makes the steps longer; `with_step_loss` adds that to the costs of a step.
     """
 
     def __init__(self, costs: HttpCosts) -> None:
@@ -21,17 +21,17 @@ class FrontEnd:
 
     @property
     def begin_s(self) -> float:
-        """What the engine loses for a request that begins."""
+        """Seconds that the engine loses when a request begins."""
         return self._costs.begin_s
 
     def pass_request(self, at_s: float, num_prompt: int) -> float:
-        """Returns when the engine has a request that its client sends at `at_s`. Requests must come
-        in the order of their times."""
+        """Returns the time at which the engine has a request that its client sends at `at_s`. Call
+        it in the order of these times."""
         alone_s = at_s + self._costs.request.seconds(num_prompt)
         self._last_s = max(alone_s, self._last_s + self._costs.begin_s)
         return self._last_s
 
     def pass_tokens(self, ends: Iterable[float], place: int, last_s: float) -> list[float]:
-        """Returns when the tokens of steps that end at these times reach a client whose chunk is at
-        a place among those of its step, none before `last_s`."""
+        """Returns the times at which a client gets the tokens of the steps that end at `ends`. Its
+        chunk is written after `place` others; no time is before `last_s`."""
         return [max(last_s, end_s + place * self._costs.chunk_s) for end_s in ends]

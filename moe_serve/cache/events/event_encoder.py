@@ -80,7 +80,7 @@ class EventEncoder:
         return self._event("BlockStored", _STORED, values)
 
     def _event(self, tag: str, names: Sequence[str], values: Sequence[Any]) -> object:
-        """Builds an event. The last value is optional and left out if it is None."""
+        """Builds an event. If the last value is None, the event does not contain it."""
         if values and values[-1] is None:
             names, values = names[:-1], values[:-1]
         if self.encoding == "map":

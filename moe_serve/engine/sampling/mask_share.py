@@ -28,7 +28,7 @@ _MAX_GRAMMARS = 256  # grammars whose costs are remembered
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """How long a sequence was left out lately."""
+    """The recent time and steps in which a sequence was left out."""
 
     seconds: float = 0.0
     steps: float = 0.0

@@ -38,7 +38,7 @@ _BODY = {"requestBody": {"required": True, "content": {"application/json": {"sch
 
 
 def cells_router(cells: CellsControl | None, engine: EngineClient, max_bytes: int) -> APIRouter:
-    """Returns the routes. They answer with an error if `cells` is None: a server of one cell."""
+    """Returns the routes. On a server with one cell, `cells` is None, and they answer an error."""
     router = APIRouter(prefix=ADMIN_PREFIX)
 
     def control() -> CellsControl:

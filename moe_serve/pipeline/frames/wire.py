@@ -1,4 +1,4 @@
-"""Frames between attention and expert ranks: a header and the rows, in one buffer.
+"""Lays out the frames that attention and expert ranks exchange: a header and rows in one buffer.
 
 T is the number of rows planned for the exchange, n the number that is sent, K the number of
 experts of a row, E that of all experts, and D the width of the model.
