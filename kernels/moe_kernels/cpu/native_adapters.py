@@ -234,6 +234,8 @@ class NativeAdapter:
 class NativeAdapterKernels:
     """Implements AdapterKernels."""
 
+    adds_to_experts = True
+
     def __init__(self, native: NativeLibrary, router: RouterOf) -> None:
         self._native, self._router = native, router
 

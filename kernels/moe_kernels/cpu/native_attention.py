@@ -99,6 +99,7 @@ class NativePlan:
             self._places = step.places
             self._struct.places = self._places.ctypes.data
         self._struct.num_tokens, self._struct.max_pages = len(self._sequences), most
+        self._own: NDArray[np.uintp] | None = None
         self.pointer = ctypes.addressof(self._struct)
 
     def with_own(self, own_T3: NDArray[np.uintp]) -> NativePlan:

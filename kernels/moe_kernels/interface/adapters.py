@@ -177,7 +177,10 @@ class AdaptedRows(Protocol):
 
 
 class AdapterKernels(Protocol):
-    """Makes what the kernels of a set need to serve adapters."""
+    """Makes what the kernels of a set need to serve adapters. `adds_to_experts`: it has
+    `expert_additions`; otherwise a LoRA of experts is merged into copies of these."""
+
+    adds_to_experts: bool
 
     def expert_additions(
         self,

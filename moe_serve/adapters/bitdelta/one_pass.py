@@ -42,15 +42,13 @@ def _with_mlp(layer: AdapterLayer, base: AttentionLayer, own: AttentionLayer) ->
 
 
 def prepare(
-    kernels: AdapterKernels | None,
+    kernels: AdapterKernels,
     base: AttentionStage,
     own: AttentionStage,
     layers: Sequence[AdapterLayer],
 ) -> Any | None:
     """Returns a fine-tune in the form of the kernels; None: its rows pass its own stage.
     `layers`: those of `with_mlps`, whose MLPs may be the base model's."""
-    if kernels is None:
-        return None
     parts = [
         replace(
             layer.parts,
@@ -74,7 +72,7 @@ def _changed(own: _T, base: _T) -> _T | None:
     return None if own is base else own
 
 
-def _all_changed(own: Mapping[str, _T | None], base: Mapping[str, _T | None]) -> Mapping[str, _T]:
+def _all_changed(own: Mapping[str, _T | None], base: Mapping[str, object]) -> Mapping[str, _T]:
     """Returns the parts of a fine-tune that differ from the base model's."""
     return {k: part for k, part in own.items() if part is not None and part is not base[k]}
 
@@ -84,16 +82,17 @@ def _has_own_mlp(base: AttentionLayer, own: AttentionLayer) -> bool:
 
 
 def _layer_tune(base: AttentionLayer, own: AttentionLayer) -> LayerTune:
-    heads, tuned = _heads(base), _heads(own)
+    heads, tuned, ups = _heads(base), _heads(own), dict[str, Any]()
     router = _changed(own.router, base.router)
     if isinstance(tuned, GroupedQueryAttention) and isinstance(heads, GroupedQueryAttention):
         norm = _changed(tuned.qk_norm, heads.qk_norm)
         q_norm, k_norm = (None, None) if norm is None else (norm.q, norm.k)
-        sinks_H, ups = _changed(tuned.sinks_H, heads.sinks_H), {}
+        sinks_H = _changed(tuned.sinks_H, heads.sinks_H)
     else:
         assert isinstance(tuned, LatentAttention) and isinstance(heads, LatentAttention)
         q_norm, k_norm, sinks_H = _changed(tuned.latent_norm, heads.latent_norm), None, None
-        ups = _all_changed(*({"key_up": h.key_up, "value_up": h.value_up} for h in (tuned, heads)))
+        if tuned.key_up is not heads.key_up:
+            ups = {"key_up": tuned.key_up, "value_up": tuned.value_up}
     return LayerTune(
         signs=_all_changed(_linears(own), _linears(base)),
         norms=_all_changed(_norms(own), _norms(base)),

@@ -59,7 +59,8 @@ class GroupedQueryAttention:
         call, norm = _call(self.rotary, inputs, pages, self.shape), self.qk_norm
         if additions is not None:
             norms = (None, None) if norm is None else (norm.q, norm.k)
-            call = replace(call, plan=additions.planned(call.plan, norms, self.sinks_H))
+            plan = additions.planned(call.plan, norms, self.sinks_H)
+            call = replace(call, plan=plan)
         qkv = _adapted(additions, "qkv", self.qkv, x_TD)
         return self.kernels.attend(qkv, norm, self.sinks_H, call, self.shape)
 
