@@ -13,7 +13,6 @@ import logging
 import os
 import shutil
 from pathlib import Path
-from typing import BinaryIO
 
 from moe_kernels.cpu.cpu_library import cache_folder
 from moe_serve.adapters.adapter_files import open_unchanged
@@ -27,7 +26,7 @@ _DIGITS = 32
 _LOCK = "lock"  # beside each checkpoint; it was changed when the checkpoint was last used
 _DELETED = "deleted"  # the name of a checkpoint while it is deleted; others contain a "-"
 _log = logging.getLogger(__name__)
-_in_use: list[BinaryIO] = []  # the locks of this process
+_in_use: list[int] = []  # the open locks of this process, which closes them when it ends
 
 
 def merged_root() -> Path:
@@ -53,11 +52,11 @@ def merged_folder(base: Path, adapter: Path, most: int) -> Path:
     return folder
 
 
-def _locked(folder: Path) -> BinaryIO:
-    """Returns the lock of a checkpoint, which processes that use it share."""
+def _locked(folder: Path) -> int:
+    """Opens the lock of a checkpoint, which processes that use it share."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = (folder / _LOCK).open("ab")
+        lock = os.open(folder / _LOCK, os.O_WRONLY | os.O_CREAT, 0o600)
     except OSError as error:
         raise ConfigError(
             f"{folder} cannot be written ({error.strerror}): set XDG_CACHE_HOME to a folder that "
@@ -65,7 +64,7 @@ def _locked(folder: Path) -> BinaryIO:
         ) from None
     with contextlib.suppress(OSError):  # a file system without locks: nobody can delete anything
         fcntl.flock(lock, fcntl.LOCK_SH)
-    os.utime(lock.fileno())
+    os.utime(lock)
     return lock
 
 

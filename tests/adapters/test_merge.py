@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 import torch
@@ -137,7 +136,7 @@ def merged_names(cache: Path) -> set[str]:
 def test_the_cache_keeps_the_checkpoints_used_last(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, in_use = tmp_path / "cache", list[BinaryIO]()
+    cache, in_use = tmp_path / "cache", list[int]()
     monkeypatch.setattr(merged_folder_module, "merged_root", lambda: cache)
     monkeypatch.setattr(merged_folder_module, "_in_use", in_use)
     adapters = [write_lora(tmp_path / f"adapter{i}", base, seed=i, rank=1) for i in range(4)]
@@ -147,8 +146,8 @@ def test_the_cache_keeps_the_checkpoints_used_last(
         os.utime(cache / digests[i] / "lock", (i, i))
     assert merged_names(cache) == set(digests)
     merged_folder(base, adapters[0], 3)  # used again, after the others
-    for lock in in_use:
-        lock.close()
+    while in_use:
+        os.close(in_use.pop())
     digests.append(merged_folder(base, adapters[3], 3).parent.name)
     assert merged_names(cache) == {digests[i] for i in (0, 2, 3)}
     merged_folder(base, adapters[1], 1)
@@ -156,8 +155,8 @@ def test_the_cache_keeps_the_checkpoints_used_last(
     assert merged_names(cache) == kept
     (cache / "a file").touch()
     (cache / digests[3] / "deleted").mkdir()  # of a process that was killed
-    for lock in in_use:
-        lock.close()
+    while in_use:
+        os.close(in_use.pop())
     delete_unused(cache, 1)
     assert merged_names(cache) == {digests[1]}
     assert [path.name for path in (cache / digests[3]).iterdir()] == ["lock"]
@@ -175,6 +174,6 @@ def test_another_process_does_not_delete_a_checkpoint_in_use(
     command = [sys.executable, "-c", code, str(tmp_path / "cache")]
     subprocess.run(command, check=True, timeout=120)
     assert (folder / "config.json").exists()
-    merged_folder_module._in_use.pop().close()
+    os.close(merged_folder_module._in_use.pop())
     subprocess.run(command, check=True, timeout=120)
     assert not folder.exists()
