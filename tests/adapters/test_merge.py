@@ -130,7 +130,7 @@ def test_a_model_of_one_fine_tune(
 
 
 def merged_names(cache: Path) -> set[str]:
-    return {path.parent.name for path in cache.glob("*/*/config.json")}
+    return {path.parent.parent.name for path in cache.glob("*/*/config.json")}
 
 
 def test_the_cache_keeps_the_checkpoints_used_last(
