@@ -139,7 +139,7 @@ def _follow(
     """Returns the rows of a step whose next tokens are known, and their places in the step.
 
     For a sequence that caught up, these are the rows of its tokens and of the accepted drafted
-    ones; for any other sequence all rows, because its prompt goes on.
+    ones; for any other sequence all rows, because its prompt continues.
     """
     followed, ranges, start, num_rows = list[_Followed](), list[range](), 0, 0
     for piece in plan.slices:
