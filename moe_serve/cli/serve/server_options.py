@@ -69,8 +69,8 @@ class BatchOptions:
     num_pages: int | None = option(
         None,
         key="cache.num_pages",
-        help="Size of the KV cache of each attention rank, in pages of cache.page_size (16) tokens. "
-        "Default: enough for --max-num-seqs requests of average length.",
+        help="Size of the KV cache of each attention rank, in pages of cache.page_size (16) "
+        "tokens. Default: enough for --max-num-seqs requests of average length.",
         rich_help_panel=LIMITS,
     )
     kv_dtype: str | None = option(
