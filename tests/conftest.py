@@ -40,6 +40,7 @@ settings.register_profile(
 )
 settings.load_profile("same")
 
+pytest_plugins = ["tests.support.forks.workers"]
 
 popen.use(popen.Template())
 
