@@ -59,7 +59,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """Switches garbage collection on, also in the process of xdist that collects no tests."""
+    """Switches garbage collection on, for the tests."""
     gc.enable()
 
 

@@ -100,8 +100,9 @@ class Workers:
         if session.testsfailed or self._config.option.collectonly:
             return None
         self._config.pluginmanager.getplugin("terminalreporter").showfspath = False
-        slow = (line for line in _SLOW_FILES.read_text("utf-8").splitlines() if line[0] != "#")
-        self._files = Files(session.items, tuple(slow))
+        lines = _SLOW_FILES.read_text("utf-8").splitlines()
+        slow = tuple(line for line in lines if line.startswith("tests/"))
+        self._files = Files(session.items, slow)
         # It is made before the forks, or each would make one.
         self._folder = self._config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         try:
