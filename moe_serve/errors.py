@@ -117,7 +117,7 @@ class ModelNotFoundError(MoeServeError):
 
 
 class ServerOverloadedError(MoeServeError):
-    """The request was not accepted; `retry_after_s` says when to come back."""
+    """The request was not accepted; `retry_after_s` says when to try again."""
 
     def __init__(self, message: str, *, retry_after_s: float, is_draining: bool = False) -> None:
         super().__init__(message)

@@ -40,6 +40,7 @@ settings.register_profile(
 )
 settings.load_profile("same")
 
+pytest_plugins = ["tests.support.forks.workers"]
 
 popen.use(popen.Template())
 
@@ -58,7 +59,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """Switches garbage collection on, also in the process of xdist that collects no tests."""
+    """Switches garbage collection on, for the tests."""
     gc.enable()
 
 

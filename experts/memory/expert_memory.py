@@ -101,8 +101,8 @@ class ExpertMemory:
             self._changed.notify_all()
 
     def resident(self, layer: int) -> NDArray[np.bool_]:
-        """Returns which experts of a layer are in memory now, [E]. Reads go on, so some may have
-        left when they are used."""
+        """Returns which experts of a layer are in memory now, [E]. Reads continue, so some may
+        have left when they are used."""
         with self._changed:
             slots_E = self._table.slot_LE[self._place[layer]]
             is_ready_E = self._table.state_S[slots_E] == SlotState.READY

@@ -88,7 +88,10 @@ def _settings(
         raise ConfigError(
             f"memory-bytes cannot be {text!r}: it takes a number of bytes, or a size such as 80GiB."
         )
-    longest = max((s.prompt_tokens + s.output_tokens for s in workload.slots()), default=2)
+    longest = engine.max_model_len
+    if longest is None and options.cluster.calibration is None:
+        longest = max((s.prompt_tokens + s.output_tokens for s in workload.slots()), default=2)
+        longest = min(longest, max_context)
     return CellSettings(
         layout=layout,
         scheduler=SchedulerConfig(
@@ -104,7 +107,7 @@ def _settings(
             step_budget=deadlines.step_budget.value,
         ),
         page_size=engine.page_size,
-        max_model_len=engine.max_model_len or min(longest, max_context),
+        max_model_len=longest,  # None: the model's context, as a server has it
         memory_bytes=memory,
         num_pages=engine.num_pages,
         has_prefix_cache=engine.prefix_cache,

@@ -220,14 +220,14 @@ class EngineOptions:
     max_model_len: int | None = option(
         None,
         min=2,
-        show_default="the longest request",
+        show_default="the longest request; with --calibration the model's context",
         help="Largest number of tokens of a request, prompt and answer together.",
         rich_help_panel=LIMITS,
     )
     num_pages: int | None = option(
         None,
         min=1,
-        show_default="what the memory holds",
+        show_default="what the memory holds; with --calibration as many as a server would have",
         help="Number of KV pages of one attention rank.",
         rich_help_panel=LIMITS,
     )

@@ -42,9 +42,8 @@ class RankArena:
         return "" if self._memory is None else self._memory.path
 
     def open(self, model_folder: Path, report: LoadReport, reports: Sequence[LoadReport]) -> None:
-        """Divides the memory into slots, and opens the disk. `report` is that of any attention
-        rank, and `reports` are those of all ranks of a cell. Later calls, by other cells, change
-        nothing.
+        """Divides the memory into slots, and opens the disk. `report` comes from any attention
+        rank, and `reports` from all ranks of a cell. Later calls, by other cells, change nothing.
 
         Raises ConfigError if the memory is too small for the pages, or the folder cannot be used.
         """

@@ -16,7 +16,7 @@ class KVEventsConfig:
     endpoint: str | None = None  # ZeroMQ address; None: nothing is published
     replay_endpoint: str | None = None  # where subscribers ask for batches that they have missed
     topic: str | None = None  # None: the empty topic
-    buffer_steps: int = 10_000  # batches that are kept for that
+    buffer_steps: int = 10_000  # batches that are kept for replays
     hwm: int = 100_000  # batches that wait for a slow subscriber before it misses some
     attach: AttachName = "auto"  # auto: listens on addresses of this machine, else connects
     encoding: Literal["array", "map"] = "array"  # of an event

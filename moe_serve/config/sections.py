@@ -133,7 +133,7 @@ class SchedulerConfig:
     max_passed_over_s: float = 5.0  # waiting time that ends overtaking and adds 1 to priority
     max_held_s: float = 1.0  # how long a costly grammar may hold an idle seat that others need
     tiers: tuple[TierConfig, ...] = ()  # service tiers by name, the default one first
-    order: OrderName = "auto"  # who starts first; auto: atc with tiers, else priority
+    order: OrderName = "auto"  # which request starts first; auto: atc with tiers, else priority
     patience_s: float = 2.0  # atc: how far ahead of its deadline a request becomes urgent
     max_wait_s: float = 90.0  # a request that waited longer goes first, whatever its tier
     late: LateName = "keep"  # demote: requests that cannot meet their target go last

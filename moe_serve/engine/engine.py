@@ -50,7 +50,8 @@ _log = logging.getLogger(__name__)
 class Engine:
     """Call `add` and `abort` for requests, and `step` while `has_work`.
     `begin_step` and `end_step` split a step, so that engines can step together. `begin_ahead` may
-    begin the next one if it is certain; a sequence that ends then is computed once more in vain.
+    begin the next step while one runs. If a sequence ends in the first of the two, its row in the
+    second is computed for nothing.
     """
 
     def __init__(

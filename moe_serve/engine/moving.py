@@ -117,8 +117,8 @@ class MovingSequences:
 
     def depart(self, sequence: Sequence) -> Reservation:
         """Gives up a sequence for which `can_depart`, between steps, with everything that it needs
-        to go on. Returns its pages, which are kept until `drop` or `take_back`. If the last check
-        of its pages found a NaN, its `is_sound` is False. Raises ExecutorLostError."""
+        to continue. Returns its pages, which are kept until `drop` or `take_back`. `is_sound` is
+        False if the last check of its pages found a NaN. Raises ExecutorLostError."""
         kept = self._scheduler.depart(sequence)  # may raise, and then nothing has changed
         self._announced.discard(sequence.id)
         del self._sequences[sequence.request.request_id]

@@ -82,7 +82,7 @@ class HiddenStates:
         return cls(batches, parts if multiplier == 1.0 else [p * multiplier for p in parts])
 
     def copy(self) -> HiddenStates:
-        """Returns the same states, to be carried on separately."""
+        """Returns the same states, for a second run through the layers."""
         return HiddenStates(self.batches, self.parts)
 
     @torch.inference_mode()

@@ -219,7 +219,7 @@ class _Run:
                 yield PlannedTensor(f"{stored.name}_scales", torch.uint8, grid)
 
     def beside(self) -> list[str]:
-        """Returns the names of copied matrices that are none of the model's own."""
+        """Returns the names of copied matrices that do not belong to the model itself."""
         own = {module for layer in self._plan.layers for module in layer.kept}
         own |= set(self._plan.kept)
         checkpoint = self._source.checkpoint

@@ -39,8 +39,8 @@ def chosen_scales(
     scale_dtype: torch.dtype,
     importance_K: Tensor | None = None,
 ) -> Tensor:
-    """Chooses each group's scale [N, G]: of several fractions of the one that just fits the largest
-    value, that with the smallest squared error. int8 always takes the whole.
+    """Chooses each group's scale [N, G]. Tries several fractions of the scale that just fits the
+    largest value, and takes the one with the smallest squared error. int8 takes the whole scale.
     """
     num_groups = storage.num_groups(weight_NK.shape[1])
     scale_dtype = torch.float32 if storage.is_float else scale_dtype
@@ -81,8 +81,8 @@ def _best(
 
 
 def _best_powers(weight_nGC: Tensor, storage: Storage) -> Tensor:
-    """Returns the power of two with the smaller squared error of two: the one with which the
-    largest value falls between 8 and 16 (above 12 it is cut), and twice that.
+    """Returns the better of two powers of two, by squared error: the one with which the largest
+    value falls between 8 and 16 (above 12 it is cut), and twice that.
     """
     largest_nG = weight_nGC.abs().amax(-1).clamp_min(2.0**-120)
     low_nG = torch.exp2(largest_nG.log2().floor() - 3)

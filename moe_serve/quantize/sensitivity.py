@@ -58,8 +58,8 @@ def layer_divergences(
 
 
 def int8_layers(divergences: Sequence[float], budget: float) -> frozenset[int]:
-    """Returns the fewest layers without which the sum of divergences is at most `budget`: those
-    with the largest ones.
+    """Returns the layers with the largest divergences: as few as possible, so that the divergences
+    of the other layers add up to at most `budget`.
     """
     order = sorted(range(len(divergences)), key=lambda layer: -divergences[layer])
     left, chosen = sum(divergences), set[int]()

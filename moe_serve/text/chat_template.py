@@ -185,7 +185,9 @@ class ChatTemplate:
         reasons = {
             Kind.REFUSED: f"The chat template refuses these messages: {reply.text}",
             Kind.FAILED: f"The chat template failed on these messages: {reply.text}",
-            Kind.HIDDEN: "The chat template does not show the last message, so it cannot go on.",
+            Kind.HIDDEN: (
+                "The chat template does not show the last message, so it cannot be continued."
+            ),
             Kind.LONG: f"The rendered chat is longer than {setup.max_chars} characters.",
             Kind.LATE: f"Rendering the chat took longer than {setup.max_seconds:g} s.",
             Kind.LARGE: f"Rendering the chat took more than {mib} MiB of memory.",

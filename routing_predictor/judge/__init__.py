@@ -1,1 +1,1 @@
-"""Judges predictors beside simple rivals."""
+"""Compares predictors with simple baselines."""

@@ -1,8 +1,8 @@
 """Measures how good predictions are, and switches their use off and on.
 
 Below the floor the predictor is off and its predictions have no effect. It is still asked and
-measured, so that it can come back when it has learnt. It comes back a little above the floor, so
-that it does not flicker.
+measured, so that it can be switched on when it has learnt. That happens a little above the floor,
+so that the switch does not flicker.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ A safetensors file; N tokens, L layers, K choices:
     phase       uint8           [N]
 
 Its facts (see `metadata.py`) are the other fields of `RoutingTrace`. Parts of one recording have
-its name, so a request that goes on in the next part is the same request.
+its name, so a request that continues in the next part is the same request.
 """
 
 from __future__ import annotations

@@ -32,6 +32,8 @@ EXAMPLE = ROOT / "configs" / "serve.yaml"
 HEADER = "| key and variable | flag | default | takes | meaning |"
 PARAMETER_OF = {
     "cells.layout": "cells",
+    "cluster.host": "",  # --host and --port set server.host and server.port
+    "cluster.port": "",
     "cache.disk_path": "kv_disk",
     "cache.disk_bytes": "kv_disk_bytes",
     "cache.disk_key_file": "kv_disk_key_file",

@@ -159,6 +159,18 @@ def test_a_calibration_in_place_of_a_device(tmp_path: Path) -> None:
     assert whole.summary.output_tokens == split.summary.output_tokens
 
 
+def test_a_calibration_has_the_pages_of_a_server(tmp_path: Path) -> None:
+    """A server's KV cache holds half of its sequences at the model's whole context. With as much,
+    short requests are never preempted; one whose limit is the longest request has to."""
+    calibration = here(tmp_path / "here.json")
+    load = ("--requests", "24", "--prompt-tokens", "200", "--output-tokens", "60", "--seed", "2")
+    flags = ("--calibration", calibration, *load, "--max-num-seqs", "8")
+    default = report_of(tmp_path / "a.json", *flags)
+    small = report_of(tmp_path / "b.json", *flags, "--max-model-len", "260")
+    assert default.server is not None and default.server.num_preemptions == 0
+    assert small.server is not None and small.server.num_preemptions > 0
+
+
 def test_cells_of_measured_layouts_share_the_machine(tmp_path: Path, capsys: Capture) -> None:
     """Two cells that each take 0.8 of the machine are slower on one than on two machines. What was
     not measured is refused, with the command that measures it."""

@@ -19,7 +19,7 @@ Rest = Callable[[], None]  # called after each expert: a load beside steps may p
 
 
 def no_rest() -> None:
-    """Goes on at once."""
+    """Continues without a pause."""
 
 
 @dataclass(frozen=True, slots=True)

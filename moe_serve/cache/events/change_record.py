@@ -1,4 +1,4 @@
-"""The changes of one prefix cache that subscribers have not been told yet.
+"""The changes of one prefix cache that were not published yet.
 
 The engine's thread writes them and the publisher's thread takes them. A page that enters and leaves
 in between cancels out, so a record never holds more than the cache itself, however slow the
@@ -50,7 +50,7 @@ class Changes:
 
 
 class PageListener:
-    """Hears of the full pages of a prefix cache. This base class ignores them."""
+    """Gets the full pages that enter and leave a prefix cache. This base class ignores them."""
 
     @property
     def is_due(self) -> bool:
@@ -116,7 +116,7 @@ class ChangeRecord(PageListener):
                 self._removed[key] = None
 
     def cleared(self) -> None:
-        """See `PageListener.cleared`. Subscribers are told at once."""
+        """See `PageListener.cleared`. It is published at once."""
         with self._lock:
             self._is_cleared, self._removed, self._stored = True, {}, {}
         self._wake()

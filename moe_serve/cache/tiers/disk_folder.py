@@ -4,7 +4,7 @@
       <identity>/         mac.key (32 random bytes, 0600), meta.json, 00000000.kv, 00000001.kv, ...
 
 Each identity (weights, kernels, shapes) has a folder of its own, so pages of one model are never
-read for another. Folders of other identities give their space first.
+read for another. If space is needed, folders of other identities are deleted first.
 """
 
 from __future__ import annotations

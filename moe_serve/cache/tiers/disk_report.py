@@ -97,7 +97,7 @@ def _report_one(
 def _headers(
     files: list[Path], secret: bytes, *, verifies: bool
 ) -> Iterator[tuple[SlotHeader, bool]]:
-    """Yields the proven headers, and whether their payload is proven too (True if not read)."""
+    """Yields the valid headers, and whether their payload is valid, too (True if not read)."""
     for file in files:
         size = slot_size(file, secret)
         segment = None if size is None else Segment.open(file, size, secret)

@@ -1,8 +1,8 @@
 """Keeps a disk tier within its bounds: bytes, free space, and bytes written per day.
 
-Space is taken a file at a time. When it runs out, the oldest file goes; pages in it that were read
-since they were written are written again (a second chance), at most half of a file and 64 MiB, so
-that every removal gains space and needs little memory.
+Space is taken a file at a time. When it runs out, the oldest file is deleted; pages in it that
+were read since they were written are written again (a second chance), at most half of a file and
+64 MiB, so that every removal gains space and needs little memory.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def doctor(
 ) -> None:
     """Check this machine: hardware, which backends can be used and why, and problems with serving.
 
-    The exit code is 1 if something is missing without which a server cannot run.
+    The exit code is 1 if something that a server needs is missing.
     """
     flags = {} if model is None else {"model.path": model}
     config = load_config(flags=flags, environ=os.environ, file=config_file).config

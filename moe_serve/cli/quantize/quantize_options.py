@@ -35,7 +35,7 @@ class QuantizeOptions:
         "rtn",
         help=(
             "rtn rounds each weight to the nearest value; gptq keeps the error small on the "
-            "inputs that --texts cause."
+            "inputs that come from --texts."
         ),
     )
     texts: list[Path] | None = option(
@@ -82,7 +82,7 @@ class QuantizeOptions:
         help="Use the inputs of all tokens for the statistics of experts that few tokens chose "
         "(gptq).",
     )
-    report: Path | None = option(None, help="JSON file for the report, beside the one in --out.")
+    report: Path | None = option(None, help="JSON file for a second copy of the report in --out.")
     num_threads: int | None = option(
         None, min=1, help="Number of CPU threads. Default: the machine's cores."
     )

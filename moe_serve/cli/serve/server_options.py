@@ -69,8 +69,8 @@ class BatchOptions:
     num_pages: int | None = option(
         None,
         key="cache.num_pages",
-        help="Size of the KV cache of each attention rank, in pages of 16 tokens. Default: enough "
-        "for --max-num-seqs requests of average length.",
+        help="Size of the KV cache of each attention rank, in pages of cache.page_size (16) "
+        "tokens. Default: enough for --max-num-seqs requests of average length.",
         rich_help_panel=LIMITS,
     )
     kv_dtype: str | None = option(
@@ -148,8 +148,8 @@ class BatchOptions:
         None,
         key="speculation.method",
         help="Speculative decoding, as a JSON object with vLLM's keys: method (off, auto, ngram, "
-        "suffix, head, mtp or self), num_speculative_tokens, prompt_lookup_min, prompt_lookup_max. "
-        "Answers stay the same. Default: off.",
+        "suffix, head, mtp or self), num_speculative_tokens, prompt_lookup_min, prompt_lookup_max, "
+        "model (folder of a drafting head). Answers stay the same. Default: off.",
         rich_help_panel=LIMITS,
     )
 

@@ -1,2 +1,1 @@
-"""Decides how many cells of each role a deployment has, from its load: pure logic on a clock, and
-the thread that applies it to a running server."""
+"""Decides from the load how many cells of each role a deployment has, and applies the decisions."""

@@ -58,9 +58,9 @@ class TokenMeans:
 
 
 class PlannedPolicy:
-    """Implements AutoscalePolicy: looks up in a plan table the cells for the largest of the rate
-    forecast for the time when new cells serve, of the rates seen lately, and of the rate at which
-    the requests in the cells must end before new cells serve."""
+    """Implements AutoscalePolicy: looks up in a plan table the cells for the largest of three
+    rates: the forecast for the time when new cells serve, the rates seen lately, and the rate at
+    which the requests in the cells must end before new cells serve."""
 
     name = "planned"
 

@@ -111,8 +111,8 @@ class PageWork(msgspec.Struct, frozen=True, array_like=True):
 
 class RunStep(ControlMessage, frozen=True):
     """Tells an attention rank to run a step. `rows`, `some_layers`: see `StepShape`. `after`: a
-    step that had not ended when this was sent; this one goes on with its tokens, and fails if that
-    step failed on this rank."""
+    step that had not ended when this was sent; this one continues with its tokens, and fails if
+    that step failed on this rank."""
 
     epoch: int
     step: int

@@ -268,7 +268,7 @@ class AttentionRank:
 
     def _skip(self, order: RunStep) -> Report:
         """Skips a step whose tokens are missing: applies only its changes to sequences and pages,
-        and walks through its exchanges for the other ranks."""
+        and takes part in its exchanges, with empty rows, so that other ranks do not wait."""
         order = msgspec.structs.replace(order, micro_batches=())
         if self._shards is not None:
             self._shards.step(order)
@@ -291,8 +291,8 @@ class AttentionRank:
     def _compute(
         self, order: RunStep, plan: StepPlan, transport: GroupTransport, executor: LocalExecutor
     ) -> Report:
-        """Computes a step. One that fails is walked to its end, so that other ranks are not held
-        up."""
+        """Computes a step. If it fails, its remaining exchanges still take place, so that other
+        ranks do not wait."""
         log = self._log
         log.begin(order.step)
         try:

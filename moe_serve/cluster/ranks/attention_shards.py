@@ -179,7 +179,7 @@ class AttentionShards:
         return tell_flags(self.group, flags)
 
     def close(self) -> None:
-        """Ends them."""
+        """Ends the shards."""
         with contextlib.suppress(ShardLostError):
             self._order(EndShard())
         self.group.close()

@@ -1,6 +1,4 @@
-"""An expert rank: serves steps with the experts that it holds, and takes further experts on
-order.
-"""
+"""An expert rank: serves steps with the experts that it holds, and loads others when told to."""
 
 from __future__ import annotations
 

@@ -82,8 +82,7 @@ def adapter_key(number: int) -> bytes:
 def tokens_of(outcome: StepOutcome) -> dict[int, list[int]]:
     """Returns the tokens to append after a step: a run for each sequence.
 
-    A sequence without a valid token ends, but may already be in the next step, where any token will
-    do.
+    A sequence without a valid token ends. It may already be in the next step: it gets token 0.
     """
     tokens = {
         key: [sampled.token_id if sampled.is_valid else 0 for sampled in run]

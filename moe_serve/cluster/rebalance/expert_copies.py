@@ -28,8 +28,8 @@ class ExpertCopies:
 
     After each expert the thread sleeps to keep the rate. It calls `tell` as its last act, unless
     the order was cancelled. A read may hang, for example on a network file system that is gone. The
-    rank serves on meanwhile. The result of such a read is dropped, and until it ends later orders
-    fail and say why.
+    rank keeps serving. The result of such a read is dropped, and until it ends later orders fail
+    and say why.
     """
 
     def __init__(

@@ -123,9 +123,9 @@ def _chain(
 ) -> list[_Move]:
     """Returns moves that together leave every rank within its limit; empty if this round has none.
 
-    A chain ends where a rank has a free place, or comes back to a rank that it has left: then that
-    circle alone is returned. While a rank is full, more copies have yet to leave it than to come,
-    so in a new round there is always a chain.
+    A chain ends at a rank with a free place, or at a rank that it has already left. In the second
+    case only that circle is returned. From a full rank, more copies have yet to leave than have yet
+    to arrive, so a new round always has a chain.
     """
     leaving: dict[int | None, list[_Move]] = {}
     for move in left:

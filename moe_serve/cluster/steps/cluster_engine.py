@@ -113,7 +113,7 @@ class ClusterEngine:
         return sum(engine.num_seats for engine in self._engines.values())
 
     def set_waker(self, wake: Callable[[], None]) -> None:
-        """Registers `wake`, called (on any thread) when a rank came or went, perhaps while idle."""
+        """Registers `wake`, which any thread may call when a rank came or went."""
         self._coordinator.membership.on_event = wake
 
     def add(self, request: GenerationRequest) -> None:

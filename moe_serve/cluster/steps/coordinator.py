@@ -156,8 +156,8 @@ class Coordinator:
         return self.collect(self.launch(works))
 
     def launch(self, works: Mapping[str, RankWork], *, can_wait: bool = True) -> StepInFlight:
-        """Sends a step out to the attention ranks that are there. If that would have to wait, and
-        it may not, `collect` sends it."""
+        """Sends a step out to the attention ranks that are there. With `can_wait` false, a step
+        that would have to wait is sent by `collect`."""
         if not can_wait and self._is_stale:
             return StepInFlight(0, 0, dict(works), self._clock(), set(), is_sent=False)
         is_settled = not can_wait or self.settle(is_patient=True)

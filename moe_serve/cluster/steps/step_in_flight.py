@@ -277,8 +277,8 @@ class StepCoordinator(Protocol):
         ...
 
     def launch(self, works: Mapping[str, RankWork], *, can_wait: bool = True) -> StepInFlight:
-        """Sends a step out to the attention ranks that are there. If that would have to wait, and
-        it may not, `collect` sends it."""
+        """Sends a step out to the attention ranks that are there. With `can_wait` false, a step
+        that would have to wait is sent by `collect`."""
         ...
 
     def can_follow(self, flight: StepInFlight) -> bool:

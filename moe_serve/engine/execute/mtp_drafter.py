@@ -138,8 +138,8 @@ def _follow(
 ) -> tuple[list[_Followed], np.ndarray[tuple[int], np.dtype[np.int64]]]:
     """Returns the rows of a step whose next tokens are known, and their places in the step.
 
-    For a sequence that caught up, these are the rows of its tokens and of the accepted drafted
-    ones; for any other sequence all rows, because its prompt goes on.
+    For a sequence that caught up, these are the rows of its tokens and of its accepted drafted
+    tokens. For any other sequence they are all rows, because its prompt continues.
     """
     followed, ranges, start, num_rows = list[_Followed](), list[range](), 0, 0
     for piece in plan.slices:

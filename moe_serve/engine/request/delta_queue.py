@@ -27,7 +27,7 @@ class DeltaQueue:
         """Calls `on_step` instead of waking the waiting reader when a plain step arrives.
 
         A plain step has no finish reason and no log probabilities. `on_step` returns True if it
-        took the step and the reader may go on waiting. An exception that it raises is raised in the
+        took the step and the reader may stay asleep. An exception that it raises is raised in the
         reader.
         """
         self._on_step = on_step

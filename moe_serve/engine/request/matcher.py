@@ -20,7 +20,7 @@ class SequenceMatcher:
     """The grammar state of one sequence, kept with it by its sampler.
 
     It reads the answer's new tokens on each call, so it continues after a preemption and catches up
-    on another rank. Asked about a shorter answer it goes back.
+    on another rank. For a shorter answer it goes back.
     """
 
     __slots__ = ("_costs", "_matcher", "_num_read", "cpu_s")

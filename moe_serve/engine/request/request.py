@@ -101,7 +101,8 @@ class GenerationRequest:
 
     @property
     def drafts(self) -> bool:
-        """True if drafted tokens may be verified: not where rows see different pages."""
+        """True if drafted tokens may be verified. A `kv_window` forbids it: its rows see
+        different pages."""
         return self.may_draft and self.params.kv_window is None
 
     @property

@@ -78,7 +78,7 @@ class Sequence:
         self.is_running = False  # kept by the scheduler
         self.started_at: float | None = None  # when it first joined a step, on the engine's clock
         self.standing: Standing | None = None  # with service tiers only; kept by the scheduler
-        self.waits_since = request.arrival_time  # or when it was last put back, same clock
+        self.waits_since = request.arrival_time  # or when it was last preempted, same clock
         self.is_proven = True  # nothing computed since the last valid sampled token
         self.is_sound = True  # no NaN or infinity was found in its pages
         self.is_detached = False  # it has hidden pages, so what it computes is not shared

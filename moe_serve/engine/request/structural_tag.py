@@ -228,8 +228,8 @@ def _check_begins(tags: Sequence[Tag]) -> None:
             if other is not None and char in other.json_starts:
                 raise _error(
                     f"{tag.place}.begin",
-                    f"goes on from {other.place}.begin with {char!r}, as the JSON of that one may: "
-                    "the two cannot be told apart",
+                    f"continues {other.place}.begin with {char!r}, with which the JSON of that tag "
+                    "may begin too: the two cannot be told apart",
                 )
 
 

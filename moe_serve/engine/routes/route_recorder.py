@@ -48,8 +48,8 @@ class RouteRecorder:
         return wanted
 
     def take(self, records: list[RouteRecord]) -> None:
-        """Records the new tokens. Those of a preempted or moved request that came before are left
-        out."""
+        """Records the new tokens. Leaves out tokens of a preempted or moved request that it has
+        already recorded."""
         with self._lock:
             if self._is_over:
                 return

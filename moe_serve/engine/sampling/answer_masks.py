@@ -31,8 +31,8 @@ _NOTHING_LEFT = "its parameters together allow no token here"
 
 @dataclass(frozen=True, slots=True)
 class MaskCost:
-    """The cost of a mask. `cpu_s` measures the grammar on any machine load, `wall_s` the time that
-    neighbours waited."""
+    """The cost of a mask. `cpu_s` is the grammar's processor time, which does not depend on the
+    load of the machine; `wall_s` is the time that neighbours waited."""
 
     cpu_s: float
     wall_s: float
@@ -190,7 +190,7 @@ def _is_thinking_free(point: SamplingPoint) -> bool:
 
 
 def _heeding(bits_W: NDArray[np.uint32], thoughts: ThoughtCounter) -> NDArray[np.uint32]:
-    """Applies the thinking limit unless the other rules forbid it yet. For example an end of
+    """Applies the thinking limit as soon as the other rules allow it. For example an end of
     reasoning waits until a grammar has a complete character."""
     if thoughts.forced is not None:
         only_W = bits_W & _bits([thoughts.forced], len(bits_W))

@@ -67,8 +67,8 @@ class SamplingPoint(msgspec.Struct, frozen=True, gc=False):
     @property
     def can_look_ahead(self) -> bool:
         """True if tokens at later positions may be sampled in the same call, as if the tokens
-        before them were certain. Otherwise the state of the history only ever moves forward by
-        certain tokens."""
+        before them were certain. False if that would spoil state that the sequence keeps of
+        its history."""
         params, rules = self.sequence.request.params, self.sequence.rules
         is_limited = rules.thinking_markers is not None and params.thinking_token_budget is not None
         return not (params.has_penalties or is_limited)

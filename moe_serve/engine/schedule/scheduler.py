@@ -3,7 +3,7 @@
 Prompts and answers follow one rule: every running sequence has tokens that are not computed yet,
 and a step computes some of them under a token budget. Sequences with one token left (decode) go
 first, then prompts that are being read, then waiting sequences. `Urgency` decides the order of each
-kind. Without service tiers, a running sequence is never put back for a more urgent one. When pages
+kind. Without service tiers, a running sequence is never preempted for a more urgent one. When pages
 run out, the least urgent running sequence gives its pages back and waits, ahead of all equally
 urgent ones, to be computed again.
 

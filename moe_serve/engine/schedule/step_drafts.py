@@ -135,8 +135,8 @@ class StepDrafts:
                 self._scheduler.truncate(sequence, num_kept)
 
     def put_off(self, schedule: Schedule) -> Schedule:
-        """Returns the part of a failed step that had no drafts. The others go on in the next step,
-        as their pages may hold anything."""
+        """Returns the part of a failed step that had no drafts. The others continue in the next
+        step, because their pages may hold anything."""
         drafting = self.running.keys() & schedule.keys()
         self.give_back(schedule, drafting)
         return {key: item for key, item in schedule.items() if key not in drafting}

@@ -109,7 +109,7 @@ class StepService:
         return min(most, len(decoding) + num_prompt)
 
     def split(self, reading: list[Sequence]) -> tuple[list[Sequence], list[Sequence], float]:
-        """Returns the prompts that go on before any waiting sequence starts; those that yield to
+        """Returns the prompts that continue before any waiting sequence starts; those that yield to
         waiting ones that are more urgent by a bucket; and the key up to which these start first.
         `reading` is in the order of `TierUrgency.in_step`."""
         may_pass = self.queue.is_ordered and not self.queue.is_calm

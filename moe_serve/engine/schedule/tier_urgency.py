@@ -13,7 +13,7 @@ from moe_serve.engine.service.service_queue import ServiceQueue
 
 class TierUrgency(Urgency):
     """The rule of a server with tiers. With the orders `edf` and `atc` the deadlines decide. With
-    `fifo` and `priority` it is `Urgency`, and the tiers are only watched."""
+    `fifo` and `priority` it is `Urgency`, and the tiers only count for reports."""
 
     def __init__(self, step_s: float, queue: ServiceQueue, preemption: Preemption) -> None:
         super().__init__(0.0 if queue.state.order_name == "fifo" else step_s)

@@ -1,7 +1,7 @@
 """Holds the waiting sequences, and records those that the policy skipped.
 
-The line is in order of arrival, with sequences that were put back in front. `Urgency` decides which
-of them start first; equally urgent ones start in the line's order.
+The line is in order of arrival, with preempted sequences in front. `Urgency` decides which of them
+start first; equally urgent ones start in the line's order.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class WaitingQueue:
 
     @property
     def line(self) -> ArrivalLine:
-        """The sequences in order of arrival, after those that were put back."""
+        """The sequences in order of arrival, after preempted ones."""
         return self._line
 
     def add(self, sequence: Sequence) -> None:

@@ -63,7 +63,7 @@ class _CellTurns:
         return accepted.turn < last
 
     def share(self, accepted: _Accepted) -> float:
-        """Returns the probability that an accepted request is one engine's, if it can be."""
+        """Returns the probability that an accepted request goes to a given possible engine."""
         if accepted.cell is None:
             return 1 / self.num_engines.total()
         return 1 / self.num_engines[accepted.cell]
@@ -298,7 +298,7 @@ class Admission:
 
 
 def _refusal(raw_s: float, factor: float, target_s: float) -> Refusal:
-    """Builds the refusal. It names the time after which the forecast would fit, because the queue
+    """Builds the refusal. It names the time after which the target could be met: the queue
     becomes shorter by a second in each second.
     """
     return Refusal(

@@ -3,9 +3,9 @@
     seats     the newcomer and the requests ahead of it need seats; these become free as answers end
     reading   the prompts ahead of it and its own are read
 
-The next steps are foreseen one by one (`near_steps.py`). A longer wait is foreseen by rates: one
-seat becomes free every `seat_s`, and a prompt token takes `token_s`. Requests that arrive later and
-go first are foreseen at the rate of the recent arrivals: while the newcomer waits, it becomes more
+The next steps are predicted one by one (`near_steps.py`), and a longer wait from rates: one seat
+becomes free every `seat_s`, and a prompt token takes `token_s`. Requests that arrive later and go
+first are expected at the rate of the recent arrivals: while the newcomer waits, it becomes more
 urgent, and fewer of them pass it. The engine publishes a snapshot when a step begins. It is frozen,
 so any thread may read it.
 """
@@ -133,7 +133,7 @@ class QueueSnapshot:
     def _stepwise_s(
         self, own: float, ahead: float, behind: float, lacking: float, per_s: tuple[float, float]
     ) -> float | None:
-        """Foresees the next steps for a prompt of `own` tokens. `per_s`: requests and tokens that
+        """Predicts the next steps for a prompt of `own` tokens. `per_s`: requests and tokens that
         come later and are served first, per second."""
         steps = NearSteps(step_s=self.step_s, more_s=self.more_s, budget=self.budget)
         if ahead + own > steps.most_tokens:

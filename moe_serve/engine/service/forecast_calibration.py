@@ -1,10 +1,10 @@
 """Compares forecasts with what happened, and corrects them.
 
 The recent ratios of actual / predicted are kept with the predictions. A forecast is corrected by
-the ratios of those that predicted most nearly the same: short waits are foreseen better than long
+the ratios of those that predicted most nearly the same: short waits are predicted better than long
 ones. The median makes it right on average, and the ninth decile cautious (split conformal).
 
-How cautious a refusal is follows from the promises: the quantile on which it rests becomes larger
+The promises decide how cautious a refusal is: the quantile on which it rests becomes larger
 with every broken promise, and a little smaller with every kept one, so that nearly all are kept
 and no more requests are refused than that takes (adaptive conformal inference).
 """

@@ -5,8 +5,8 @@
     newcomer   -     -   660   340      it starts where these end, once a seat is free
                                  ^      and its first token comes at the end of this step
 
-Waits of a few steps are the rule, and there a rate is wrong by half a step or more: a request that
-comes waits for the end of the step under way, and a prompt is never read in a part of a step.
+Most waits take a few steps. A rate would be wrong by half a step or more for them, because a new
+request waits for the end of the step under way, and a prompt is never read in a part of a step.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ class Preemption:
         return self.is_urgent or self._runaway(running) is not None
 
     def _runaway(self, running: Items[Sequence]) -> Sequence | None:
-        """Returns the running sequence with the longest runaway answer that may still be put back
-        for a waiting one."""
+        """Returns the running sequence with the longest runaway answer that may still be
+        preempted for a waiting one."""
         if not self._demotes:
             return None
         found = [s for s in running if standing_of(s).may_yield]

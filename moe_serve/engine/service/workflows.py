@@ -33,7 +33,7 @@ class _Kind:
 
 @dataclass(slots=True)
 class _WorkflowRun:
-    """A run that may go on. `ends_s`: when each stage last ended."""
+    """A run that may continue. `ends_s`: when each stage last ended."""
 
     started_s: float
     used_s: float

@@ -94,6 +94,6 @@ def _predictor(config: EngineConfig) -> PredictorFacts | None:
     wanted = config.predictor
     if wanted.path is None or wanted.mode == "off":
         return None
-    kind = "request predictor that goes on learning" if wanted.learn else "request predictor"
+    kind = "request predictor that keeps learning" if wanted.learn else "request predictor"
     is_followed = wanted.mode == "act"
     return PredictorFacts(kind=kind, floor=wanted.min_recall, is_followed=is_followed)

@@ -1,7 +1,7 @@
 """Gives new requests to the engine, or refuses them: the engine has stopped, the server shuts down,
 the queue is full, or a target cannot be met.
 
-Clients are told when their first token is expected, or when to come back.
+Answers say when the first token is expected, and refusals when to try again.
 """
 
 from __future__ import annotations

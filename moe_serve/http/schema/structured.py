@@ -135,8 +135,8 @@ class StructuredFields(StrictSchema):
 
 
 def wished_constraint(wishes: Iterable[_Wish]) -> tuple[Constraint | None, str | None]:
-    """Returns the only wish that has a value, and its field. Raises InvalidRequestError if two have
-    one.
+    """Returns the only constraint that is set, and its field. Raises InvalidRequestError if two
+    are set.
     """
     found = [wish for wish in wishes if wish[2] is not None]
     if not found:

@@ -3,7 +3,7 @@
     x_p = projection [ norm(embedding(token p+1)), norm(state p) ]
     state' = norm(layer(x_0 ... x_p))            its head predicts token p+2
 
-`state p` is the model's, behind its final norm. To predict further tokens the layer goes on from
+`state p` is the model's, behind its final norm. To predict further tokens the layer continues from
 its own states (DeepSeek-V3 report, section 2.2; the order of the two parts is that of the published
 weights). It has keys and values of its own for every position of a sequence.
 

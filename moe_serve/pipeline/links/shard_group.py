@@ -6,8 +6,8 @@ when it must be abandoned. A frame begins with a header of 64 bytes that states 
     leader -> others   orders, the experts' sums, its columns: one sequence, numbered without end
     others -> anyone   their columns, numbered from the step's beginning
 
-A shard that goes on from an exchange among all shards to the next has received every other shard's
-columns, so all shards have read the messages before it; a link's memory is reused after eight
+A shard that begins the next exchange among all shards has received every other shard's columns of
+the last one, so all shards have read the messages before it; a link's memory is reused after eight
 messages. Messages sent to the leader alone are not answered, so six such exchanges may follow each
 other, and steps have at most four (`MAX_MICRO_BATCHES`), at their end.
 

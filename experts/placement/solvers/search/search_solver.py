@@ -125,8 +125,8 @@ class Search:
     counted in rounds of tries, not in seconds, and the default time limit is only for very large
     problems.
 
-    It ends as soon as the plan is good. `thorough` goes on until hardly anything more is found, for
-    callers with a deadline.
+    It ends as soon as the plan is good. `thorough` continues until hardly anything more is found,
+    for callers with a deadline.
     """
 
     name = "search"

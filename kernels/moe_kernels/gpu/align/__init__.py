@@ -1,1 +1,1 @@
-"""Rows grouped by expert, in tiles of one expert each: what the grouped GEMM walks over."""
+"""Groups rows by expert, in tiles of one expert each, for the grouped matrix products."""

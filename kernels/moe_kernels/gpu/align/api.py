@@ -1,4 +1,4 @@
-"""Rows grouped by expert, for the grouped GEMM: outputs allocated, the configured kernels launched.
+"""Groups rows by expert for the grouped GEMM: allocates the outputs and launches the kernels.
 
 S slots (rows times choices), E experts, C chunks, R rows of a tile. Nothing waits for the device:
 all sizes are upper bounds that the host knows, so the calls can be captured in a CUDA graph.

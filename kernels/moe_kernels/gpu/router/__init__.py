@@ -1,1 +1,1 @@
-"""The router's choice on a GPU."""
+"""Chooses the experts of each row on a GPU."""

@@ -25,8 +25,8 @@ class GrammarGate:
     """The constraint check of one model. `check` blocks; `admit` is for an event loop."""
 
     def __init__(self, grammars: Grammars, guard: Guard | None = None) -> None:
-        """`guard` is the only guard to use; by default there is one for quick constraints and
-        others."""
+        """`guard` is the only guard to use. By default quick constraints have a guard of their
+        own, and slow ones have several."""
         self.grammars, self._guard = grammars, guard or Guard()
         self._slow = self._quick = CompileLane([self._guard])
         if guard is None:

@@ -10,7 +10,7 @@ import logging
 _LOG = logging.getLogger(__name__)
 _KEEP = 0.995  # weight of the past in the averages, at each answer
 _LEAST = 50  # answers before the first decision, and between two
-_MARGIN = 0.02  # share by which the loss must be lower to come back
+_MARGIN = 0.02  # share by which the loss must be lower to be used again
 
 
 class LengthGuard:

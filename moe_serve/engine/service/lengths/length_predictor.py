@@ -4,7 +4,7 @@
     end        the tenant's and the beginning's past, the coverage, the guard, and a reservoir
     sometimes  a fit of the reservoir in another process, whose forest replaces the one before
 
-Until a forest is better than the past answers of tenants (`LengthGuard`), those are predicted.
+The past answers of tenants are the prediction until a forest is better (`LengthGuard`).
 """
 
 from __future__ import annotations
