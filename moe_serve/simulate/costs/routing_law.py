@@ -59,6 +59,9 @@ class RecordedRouting:
         self._popularity_LE = popularity_LE
         self._activated = lru_cache(_CACHED)(self._compute)
 
+    def __reduce__(self) -> tuple[type[RecordedRouting], tuple[NDArray[np.float64]]]:
+        return RecordedRouting, (self._popularity_LE,)
+
     @classmethod
     def read(cls, path: Path, num_experts: int, top_k: int) -> RecordedRouting:
         """Reads a trace or a file of loads. Raises TraceError and PlacementInputError, and
