@@ -23,7 +23,7 @@ from moe_serve.fleet.demand import Demand
 from moe_serve.fleet.offer import Offer
 from moe_serve.fleet.packing import Fleet, equal_cells, fleet_of, pack
 from moe_serve.fleet.roles import fleets_with_roles
-from moe_serve.fleet.workers import Workers, num_cores
+from moe_serve.fleet.workers import Workers, useful_processes
 from moe_serve.pipeline.costs.step_costs import BatchLoad
 from moe_serve.simulate.layout import Layout
 from moe_serve.simulate.simulation import MEMORY_SHARE
@@ -32,7 +32,6 @@ _KINDS_PACKED = 4  # of each style and type of device
 _MOST_TRIALS = 6  # simulations of fleets with another number of cells
 _MOST_LOAD = 1.3  # of a fleet that is tried: the formulas are that far off for some layouts
 _DEFAULT_BATCH = 64
-_FEW_TOKENS = 20_000  # of all answers: simulated in less time than processes take to start
 _ROLES: tuple[CellRole, ...] = ("both", "decode", "prefill")
 
 Progress = Callable[[str], None]
@@ -85,7 +84,8 @@ def plan_fleet(
     do. The plan is the same with any number.
     """
     _check_context(offers, demand)
-    with Workers(num_processes or _num_processes(demand, num_certified)) as workers:
+    num_tokens = sum(slot.output_tokens for slot in demand.slots)
+    with Workers(num_processes or useful_processes(num_certified, num_tokens)) as workers:
         kinds, fleets = _search(offers, demand, workers, progress)
         chosen = _chosen(fleets, num_certified)
         alone, why_not = _one_device(offers, kinds, demand)
@@ -134,11 +134,6 @@ def _search(
     fleets += fleets_with_roles(prefill, decode, offers, demand)
     fleets.sort(key=lambda fleet: (fleet.price, fleet.step_s))
     return kinds, fleets
-
-
-def _num_processes(demand: Demand, num_certified: int) -> int:
-    num_tokens = sum(slot.output_tokens for slot in demand.slots)
-    return 1 if num_tokens < _FEW_TOKENS else min(num_cores(), num_certified)
 
 
 def _check_context(offers: Sequence[Offer], demand: Demand) -> None:

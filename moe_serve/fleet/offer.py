@@ -106,9 +106,7 @@ def calibrated_offer(
         size=alone.size,
         calibrated_shards=calibration.costs.shard_counts,
         held_out=None,
-        costed=LayoutCosts(
-            partial(calibrated, calibration, shares_machine=False, has_http=True)
-        ),
+        costed=LayoutCosts(partial(calibrated, calibration, shares_machine=False, has_http=True)),
         page_speed=partial(_page_speed, calibration),
     )
 

@@ -17,12 +17,15 @@ from typing import Any
 from moe_serve.errors import ClusterError
 
 Task = Callable[[], Any]
+_FEW_TOKENS = 20_000
 
 
-def num_cores() -> int:
-    """Returns the number of cores that this process may use."""
+def useful_processes(num_tasks: int, num_tokens: int) -> int:
+    """Returns how many processes to start for tasks that each simulate so many generated tokens: as
+    many as cores, or one if the simulations take less time than the start of processes."""
     has_affinity = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return 1 if num_tokens < _FEW_TOKENS else min(num_cores, num_tasks)
 
 
 class Workers:

@@ -161,7 +161,7 @@ class OpenMoves:
     @property
     def has_landing(self) -> bool:
         """True if a sequence's pages have all arrived at a cell that is not out."""
-        return any([m.is_complete and not m.target.cell.is_out for m in self._moves.values()])
+        return any(m.is_complete and not m.target.cell.is_out for m in self._moves.values())
 
     @property
     def late_s(self) -> float:
@@ -183,6 +183,8 @@ class OpenMoves:
         """Ends the moves from and to ranks that are gone. A sequence whose pages have all arrived
         does not need its source any more."""
         for move in self:
+            if move.target.is_there and (move.is_complete or move.source.is_there):
+                continue
             places = [move.target] if move.is_complete else [move.source, move.target]
             lost = [place for place in places if not place.is_there]
             for place in lost:

@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-_Way = tuple[bool, Hashable]  # (is it the sending way, end)
-_Ways = tuple[_Way, _Way]
+_Ways = tuple[int, int]  # out of one end and into another: 2 n and 2 n + 1, for end n
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +35,8 @@ class SharedLinks:
     """The transfers under way, by number. Times must not decrease from call to call."""
 
     def __init__(self) -> None:
-        self._bandwidths: dict[Hashable, float] = {}
+        self._ends: dict[Hashable, int] = {}
+        self._bandwidths: list[float] = []  # by way
         self._bundles: list[_Bundle] = []
         self._fresh: dict[tuple[_Ways, float], _Bundle] = {}  # that began at `_at_s`
         self._by_number: dict[int, _Bundle] = {}
@@ -48,14 +48,15 @@ class SharedLinks:
 
     def set_bandwidth(self, end: Hashable, bytes_per_s: float) -> None:
         """Sets how many bytes per second an end sends, and how many it receives."""
-        self._bandwidths[end] = bytes_per_s
+        number = self._ends.setdefault(end, len(self._ends))
+        self._bandwidths[2 * number : 2 * number + 2] = bytes_per_s, bytes_per_s
 
     def put(
         self, number: int, source: Hashable, target: Hashable, num_bytes: float, at_s: float
     ) -> None:
         """Starts a transfer between two ends whose bandwidths are set."""
         self._advance(at_s)
-        key = ((True, source), (False, target)), num_bytes
+        key = (2 * self._ends[source], 2 * self._ends[target] + 1), num_bytes
         bundle = self._fresh.get(key)
         if bundle is None:
             bundle = self._fresh[key] = _Bundle(*key)
@@ -82,11 +83,14 @@ class SharedLinks:
         transfer.
         """
         if not self._knows_end:
-            self._share()
-            found = [(each.left / each.rate, each) for each in self._bundles]
-            least = min([left_s for left_s, _ in found], default=0.0)
-            numbers = [min(each.members) for left_s, each in found if left_s == least]
-            self._next_end = (self._at_s + least, min(numbers)) if numbers else None
+            least, ending = 0.0, [each for each in self._bundles if not each.left]
+            if not ending:  # else they end now, at any rate
+                self._share()
+                found = [(each.left / each.rate, each) for each in self._bundles]
+                least = min([left_s for left_s, _ in found], default=0.0)
+                ending = [each for left_s, each in found if left_s == least]
+            number = min([min(each.members) for each in ending], default=-1)
+            self._next_end = (self._at_s + least, number) if ending else None
             self._knows_end = True
         return self._next_end
 
@@ -107,9 +111,9 @@ class SharedLinks:
             return
         self._is_shared = True
         waiting = sorted(self._bundles, key=lambda each: each.first)
-        free = {way: self._bandwidths[way[1]] for each in waiting for way in each.ways}
+        free = {way: self._bandwidths[way] for each in waiting for way in each.ways}
         while waiting:
-            counts: dict[_Way, int] = {}
+            counts: dict[int, int] = {}
             for each in waiting:
                 for way in each.ways:
                     counts[way] = counts.get(way, 0) + len(each.members)
@@ -118,14 +122,16 @@ class SharedLinks:
             rate = shares[scarcest]
             filled = [each for each in waiting if scarcest in each.ways]
             waiting = [each for each in waiting if scarcest not in each.ways]
+            needed = {way for each in waiting for way in each.ways}
             for each in filled:
                 each.rate = rate
-                for way in each.ways:
+                for way in needed.intersection(each.ways):
                     free[way] = _without(free[way], rate, len(each.members))
 
 
 def _without(bytes_per_s: float, rate: float, count: int) -> float:
-    """Returns what is left of a bandwidth after `count` transfers have taken `rate` each."""
+    """Returns what is left of a bandwidth after `count` transfers have taken `rate` each, one by
+    one, as a product rounds differently."""
     for _ in range(count):
         bytes_per_s = max(0.0, bytes_per_s - rate)
     return bytes_per_s
