@@ -27,7 +27,7 @@ class _Bundle:
     rate: float = 0.0  # of each
 
     @property
-    def first(self) -> int:
+    def begun_first(self) -> int:
         return next(iter(self.members.values()))
 
 
@@ -110,7 +110,7 @@ class SharedLinks:
         if self._is_shared:
             return
         self._is_shared = True
-        waiting = sorted(self._bundles, key=lambda each: each.first)
+        waiting = sorted(self._bundles, key=lambda each: each.begun_first)
         free = {way: self._bandwidths[way] for each in waiting for way in each.ways}
         while waiting:
             counts: dict[int, int] = {}
