@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import cast
 
 from moe_serve.bench.figures.request_record import REFUSED, RequestRecord
 from moe_serve.bench.workload.prompt_maker import PromptMaker, Slot
@@ -55,8 +56,8 @@ def service_of(tier: TierConfig, tenant: str, *, is_strict: bool) -> Service:
 
 def _token_ids(maker: PromptMaker, slot: Slot) -> list[int]:
     ids = maker.prompt(slot)
-    assert isinstance(ids, list), "random token ids"
-    return [int(each) for each in ids if isinstance(each, int)]
+    assert isinstance(ids, list) and isinstance(ids[0], int), "random token ids"
+    return cast(list[int], ids)
 
 
 def record_of(times: RequestTimes) -> RequestRecord:
