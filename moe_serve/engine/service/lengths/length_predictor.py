@@ -63,11 +63,11 @@ class _Open:
 class LengthPredictor:
     """Predicts and learns on one thread."""
 
-    def __init__(self, longest: int, fitter: Fitter, seed: int = 0) -> None:
+    def __init__(self, longest: int, fitter: Fitter) -> None:
         self.bins = LengthBins(longest)
         self._tenants, self._beginnings = PastLengths(self.bins), PastLengths(self.bins)
         self._features = FeatureMaker(self._tenants, self._beginnings)
-        self._fitter, self._random = fitter, random.Random(seed)
+        self._fitter, self._random = fitter, random.Random(0)
         self._forest: Forest | None = None
         self._open: OrderedDict[str, _Open] = OrderedDict()
         self._kept: list[tuple[Floats, int, bool]] = []
@@ -75,7 +75,7 @@ class LengthPredictor:
         self._next_fit = _FIRST_FIT
         self.guard = LengthGuard()
         self.coverages = {level: Coverage(level) for level in LEVELS}
-        self.num_begun = self.num_fits = 0  # fits, and those whose forest was taken
+        self.num_begun = 0  # fits
 
     @property
     def is_followed(self) -> bool:
@@ -142,7 +142,6 @@ class LengthPredictor:
         forest = self._fitter.take()
         if forest is not None:
             self._forest = forest  # one assignment: a prediction sees the old one or the new one
-            self.num_fits += 1
         if self._num_ended >= self._next_fit and not self._fitter.is_busy:
             step = min(int(self._num_ended * (_GROWTH - 1)), _MOST_BETWEEN)
             self._next_fit = self._num_ended + max(step, _FIRST_FIT)

@@ -207,7 +207,7 @@ class TestPredictor:
             length = int(rng.integers(8, 13) if kind == 1 else rng.integers(150, 260))
             predictor.predict(str(index), facts(kind, index))
             predictor.ended(str(index), length, is_cut=False)
-        assert predictor.num_fits >= 1 and predictor.is_followed
+        assert predictor.is_followed
         short = predictor.predict("a", facts(1, 5))
         long = predictor.predict("b", facts(2, 5))
         assert short.p90 < 30 and 100 < long.p50 < 300 and long.p90 >= long.p50
