@@ -116,8 +116,8 @@ def exchange(setup: ExchangeSetup, ended: Event, out: str, rank: Rank, pipe: Con
                 own, last_order = time.thread_time_ns(), time.monotonic()
                 pages.obey()
                 held.append(time.thread_time_ns() - own)
-    times = {name: np.array([each.wall, each.own]) for name, each in found.items()}
-    np.savez(out, held=np.array(held), **times)
+    alone, beside = (np.array([found[name].wall, found[name].own]) for name in ("alone", "beside"))
+    np.savez(out, held=np.array(held), alone=alone, beside=beside)
     ended.set()
     pages.obey_all()
 

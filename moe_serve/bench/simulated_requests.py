@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import cast
 
 from moe_serve.bench.figures.request_record import REFUSED, RequestRecord
 from moe_serve.bench.workload.prompt_maker import PromptMaker, Slot
@@ -57,7 +56,7 @@ def service_of(tier: TierConfig, tenant: str, *, is_strict: bool) -> Service:
 def _token_ids(maker: PromptMaker, slot: Slot) -> list[int]:
     ids = maker.prompt(slot)
     assert isinstance(ids, list) and isinstance(ids[0], int), "random token ids"
-    return cast(list[int], ids)
+    return ids
 
 
 def record_of(times: RequestTimes) -> RequestRecord:

@@ -143,7 +143,8 @@ class CellsWorld:
         if (parcel_s := self._carrier.next_s) is not None:
             times.append(parcel_s)
         if self._watcher is not None and (self._live or times):
-            times.append(self._watcher.next_s)
+            act_s = self._watcher.next_s
+            times += [] if act_s is None else [act_s]
         if self._carrier.has_ended:
             return self._clock.now
         return min(times, default=None)
