@@ -102,7 +102,7 @@ class AdapterBuilder:
         return AdapterWeights(
             digest=files.digest,
             layers=parts,
-            prepared=None if kernels is None else kernels.adapter([each.parts for each in parts]),
+            prepared=kernels.adapter([each.parts for each in parts]),
             num_bytes=sum(num_bytes for _, num_bytes in built),
             kind="lora" if files.is_lora else "esft",
             rank=rank,
@@ -165,7 +165,6 @@ class AdapterBuilder:
         as they are not here."""
         kernels = self._loader.kernels.adapters
         maker = AdditionMaker(self._loader.device, self._loader.dtype)
-        assert kernels is not None, "kernels with additions"
         held = {}
         for expert, each in additions.items():
             if each:
@@ -178,7 +177,6 @@ class AdapterBuilder:
     def _added_to_mlp(self, changes: Mapping[str, LowRankMatrices]) -> Any:
         """Returns the additions to the shared expert or dense MLP, in the columns of this shard."""
         kernels = self._loader.kernels.adapters
-        assert kernels is not None, "kernels with additions"
         made = AdditionMaker(self._loader.device, self._loader.dtype).expert(changes)
         return kernels.expert_additions(
             {0: self._part.shard.addition(made)}, torch.ones(1, dtype=torch.bool)
@@ -227,12 +225,13 @@ class AdapterBuilder:
 
 def is_merging(config: AdapterConfig, kernels: Kernels) -> bool:
     """Returns whether LoRAs of experts are merged. Raises ConfigError."""
-    if config.expert_lora == "added" and kernels.adapters is None:
+    is_possible = kernels.adapters.adds_to_experts
+    if config.expert_lora == "added" and not is_possible:
         raise ConfigError(
             f"adapters.expert_lora is 'added', but the kernels ({kernels.name}) cannot add a LoRA "
             "to experts: use 'merged' or 'auto'."
         )
-    return config.expert_lora == "merged" or kernels.adapters is None
+    return config.expert_lora == "merged" or not is_possible
 
 
 def _split(changes: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

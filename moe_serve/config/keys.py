@@ -30,6 +30,7 @@ Value = Scalar | tuple[str, ...] | tuple[TierConfig, ...] | None
 _MANY = 2**31 - 1
 _UNIONS = (types.UnionType, typing.Union)
 RANGES: Mapping[str, tuple[float, float]] = {
+    "model.max_merged_models": (1, 1_000_000),
     "model.expert_memory_bytes": (1, 2**50),
     "model.max_model_len": (1, _MANY),
     "model.num_threads": (1, 1024),

@@ -76,6 +76,7 @@ class ModelConfig:
 
     path: str | None = None  # a folder, or a name on a hub; None: the demonstration model
     merge_adapter: str | None = None  # folder of an adapter to merge into it at the start
+    max_merged_models: int = 3  # in the cache; those used longest ago are deleted
     dtype: DtypeName = "auto"  # auto: the checkpoint's own
     device: DeviceName = "auto"  # auto: cuda if there is one
     kernels: KernelsName = "auto"  # auto: triton on a GPU, native on a CPU where it builds

@@ -21,7 +21,9 @@ from moe_serve.engine.schedule.kv_tier import MakeTier
 from moe_serve.engine.schedule.page_tiers import PageAccess, PageTiers
 from moe_serve.errors import ConfigError
 
-_WITHOUT_EFFECT = ("path", "num_threads", "expert_memory_bytes", "expert_memory_policy")
+_WITHOUT_EFFECT = (
+    "path", "max_merged_models", "num_threads", "expert_memory_bytes", "expert_memory_policy",
+)  # fmt: skip
 
 
 def check_tiers(config: EngineConfig) -> None:

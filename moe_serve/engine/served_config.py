@@ -30,6 +30,7 @@ def served_engine_config(
     adapter = config.model.merge_adapter
     if adapter is None:
         return config
-    folder = merged_folder(model_folder(config.model), Path(adapter).expanduser())
+    base, path = model_folder(config.model), Path(adapter).expanduser()
+    folder = merged_folder(base, path, config.model.max_merged_models)
     _log.info("%s is merged into the model, in %s", adapter, folder)
     return replace(config, model=replace(config.model, path=str(folder), merge_adapter=None))

@@ -121,7 +121,18 @@ def test_bits_do_not_depend_on_the_batch(base: Path, kernels: KernelsName, tmp_p
     assert alone[None] == content(answers_of(base, dtype="bfloat16", kernels=kernels))[:1]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe-dense-layers", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_moe-dense-layers",
+        "gpt_oss",
+        "qwen2_moe",
+        "deepseek_v2-lite",
+        "deepseek_v3-groups",
+        "mistral4",
+        "granitemoe-shared",
+    ],
+)
 def test_rows_that_pass_the_layers_with_others_have_the_bits_of_a_pass_of_their_own(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_kernels.kernel_choice import KernelsName
+from moe_kernels.kernel_choice import KernelsName, native_refusal
 from moe_serve.adapters.adapter_size import adapter_bytes
 from moe_serve.errors import ConfigError
 from moe_serve.model.load.loader import ModelLoader
+from moe_serve.model.stage.adapter_rows import AdapterRows, LayerAdditions
 from moe_serve.offline.llm import LLM
 from tests.support.adapters.adapter_folders import (
     ATTENTION,
@@ -24,6 +26,7 @@ from tests.support.adapters.adapter_folders import (
     write_peft,
 )
 from tests.support.adapters.answers import (
+    GREEDY,
     PROMPTS,
     adapters_of,
     answers,
@@ -77,6 +80,35 @@ def test_a_step_in_one_call(kind: str, tmp_path: Path) -> None:
     base = write_checkpoint(tmp_path / "base", CASES["qwen3_moe-dense-layers"])
     adapter = write_lora(tmp_path / "lora", base, pattern=EVERYTHING)
     check_equals_merged(base, adapter, tmp_path / "merged", expert_lora=kind)
+
+
+@pytest.mark.skipif(
+    native_refusal(torch.device("cpu"), torch.bfloat16) is not None, reason="no native kernels"
+)
+@pytest.mark.parametrize("family", ["deepseek_v3-groups", "granitemoe-shared", "llama4"])
+def test_one_call_for_all_adapters_has_the_bits_of_one_for_each(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In families whose layers run part by part."""
+    base = write_checkpoint(tmp_path / "base", CASES[family])
+    adapters = adapters_of(
+        one=write_lora(tmp_path / "one", base),
+        two=write_lora(tmp_path / "two", base, seed=2, rank=20, pattern=EVERYTHING),
+    )
+    names, prompts = ["one", None, "two", "one", "two"], [*PROMPTS, *PROMPTS, PROMPTS[0]]
+    of_layer, found = AdapterRows.layer, []
+
+    def one_by_one(rows: AdapterRows, layer: int) -> LayerAdditions:
+        return replace(of_layer(rows, layer), rows=None)
+
+    for is_one_call in (True, False):
+        if not is_one_call:
+            monkeypatch.setattr(AdapterRows, "layer", one_by_one)
+        with LLM(str(base), dtype="bfloat16", kernels="native", adapters=adapters) as llm:
+            outputs = llm.generate(prompts, GREEDY, adapter=names, use_progress_bar=False)
+            found.append(content(outputs))
+    assert found[0] == found[1]
+    assert len({str(each) for each in found[0]}) == 4  # the third and the last are the same
 
 
 def test_experts_that_come_and_go(base: Path, tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from torch import Tensor
 from moe_serve.adapters import merged_folder as merged_folder_module
 from moe_serve.adapters.bitdelta.make import make_bitdelta
 from moe_serve.adapters.merge import merge_adapter
+from moe_serve.adapters.merged_folder import delete_unused, merged_folder
 from moe_serve.errors import CheckpointError, ConfigError
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.offline.llm import LLM
@@ -123,3 +127,53 @@ def test_a_model_of_one_fine_tune(
     assert content(answers_of(base, merge_adapter=str(adapter))) != wanted
     with pytest.raises(CheckpointError, match="nowhere"):
         LLM(str(base), merge_adapter=str(tmp_path / "nowhere"))
+
+
+def merged_names(cache: Path) -> set[str]:
+    return {path.parent.parent.name for path in cache.glob("*/*/config.json")}
+
+
+def test_the_cache_keeps_the_checkpoints_used_last(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, in_use = tmp_path / "cache", list[int]()
+    monkeypatch.setattr(merged_folder_module, "merged_root", lambda: cache)
+    monkeypatch.setattr(merged_folder_module, "_in_use", in_use)
+    adapters = [write_lora(tmp_path / f"adapter{i}", base, seed=i, rank=1) for i in range(4)]
+    digests = []
+    for i, adapter in enumerate(adapters[:3]):
+        digests.append(merged_folder(base, adapter, 3).parent.name)
+        os.utime(cache / digests[i] / "lock", (i, i))
+    assert merged_names(cache) == set(digests)
+    merged_folder(base, adapters[0], 3)  # used again, after the others
+    while in_use:
+        os.close(in_use.pop())
+    digests.append(merged_folder(base, adapters[3], 3).parent.name)
+    assert merged_names(cache) == {digests[i] for i in (0, 2, 3)}
+    merged_folder(base, adapters[1], 1)
+    kept = {digests[i] for i in (1, 3)}  # this process uses both, whatever the limit
+    assert merged_names(cache) == kept
+    (cache / "a file").touch()
+    (cache / digests[3] / "deleted").mkdir()  # of a process that was killed
+    while in_use:
+        os.close(in_use.pop())
+    delete_unused(cache, 1)
+    assert merged_names(cache) == {digests[1]}
+    assert [path.name for path in (cache / digests[3]).iterdir()] == ["lock"]
+
+
+def test_another_process_does_not_delete_a_checkpoint_in_use(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merged_folder_module, "merged_root", lambda: tmp_path / "cache")
+    folder = merged_folder(base, write_lora(tmp_path / "adapter", base), 1)
+    code = (
+        "import pathlib, sys; from moe_serve.adapters.merged_folder import delete_unused; "
+        "delete_unused(pathlib.Path(sys.argv[1]), 0)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "cache")]
+    subprocess.run(command, check=True, timeout=120)
+    assert (folder / "config.json").exists()
+    os.close(merged_folder_module._in_use.pop())
+    subprocess.run(command, check=True, timeout=120)
+    assert not folder.exists()

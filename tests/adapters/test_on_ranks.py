@@ -76,10 +76,12 @@ def of(
     return replace(made, adapters=adapters)
 
 
-def mixed(registry: AdapterRegistry | None, count: int = 8) -> list[GenerationRequest]:
+def mixed(
+    registry: AdapterRegistry | None, count: int = 8, names: Sequence[str | None] = NAMES
+) -> list[GenerationRequest]:
     """Requests of the base model and of each adapter in turns."""
     assert registry is not None
-    held = [None if name is None else registry.acquire(name) for name in NAMES]
+    held = [None if name is None else registry.acquire(name) for name in names]
     wanted = requests(count, VOCAB_SIZE, num_tokens=6)
     return [replace(each, adapter=held[i % len(held)]) for i, each in enumerate(wanted)]
 
@@ -120,6 +122,27 @@ def test_answers_of_one_process(
         ]
         found = serve(built.engine, some)
         assert found == {key: expected[key] for key in found}, "no adapter with experts among them"
+    finally:
+        built.engine.close()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3-groups", "granitemoe-shared", "gpt_oss"])
+def test_shards_of_other_attention(family: str, tmp_path: Path) -> None:
+    """Latent attention, multipliers and sinks, with fine-tunes that change every part."""
+    base, folders = write_checkpoint(tmp_path / "base", CASES[family]), {}
+    for seed, name in enumerate(("one", "two")):
+        tuned = write_fine_tune(tmp_path / f"tuned{seed}", base, seed=seed)
+        make_bitdelta(base, tuned, tmp_path / name)
+        folders[name] = tmp_path / name
+    folders["lora"] = write_lora(tmp_path / "lora", base)
+    modules = tuple(f"{name}={folder}" for name, folder in folders.items())
+    made = AdapterConfig(is_enabled=True, modules=modules)
+    names = (None, *folders)
+    alone = build_engine(of(base, made, (0, 0)))
+    wanted = serve(alone.engine, mixed(alone.adapters, names=names))
+    built = build_cluster(of(base, made, (1, 1), "attention", 2), make_starter=ThreadStarter)
+    try:
+        assert serve(built.engine, mixed(built.adapters, names=names)) == wanted
     finally:
         built.engine.close()
 

@@ -210,7 +210,8 @@ def test_a_root_that_is_no_folder_is_refused_at_the_start(tmp_path: Path) -> Non
 
 def test_kernels_without_additions() -> None:
     """They merge LoRAs of experts, unless they are told not to."""
-    without = cast(Kernels, SimpleNamespace(name="triton", adapters=None))
+    kinds = SimpleNamespace(adds_to_experts=False)
+    without = cast(Kernels, SimpleNamespace(name="triton", adapters=kinds))
     assert is_merging(AdapterConfig(), without)
     with pytest.raises(ConfigError, match=r"adapters.expert_lora is 'added', .*\(triton\) cannot"):
         is_merging(AdapterConfig(expert_lora="added"), without)

@@ -80,7 +80,6 @@ class Sample:
 
 
 def prepared(kernels: Kernels, adapters: Sequence[Adapter], held: Sequence[int]) -> list[object]:
-    assert kernels.adapters is not None
     return [
         kernels.adapters.expert_additions(
             {e: each for e, each in adapter.items() if e in held},
@@ -148,7 +147,6 @@ def test_a_row_has_its_bits_in_every_batch_and_layout(
 def test_an_addition_that_is_not_here_is_an_error(name: KernelsName) -> None:
     """It must not pass as the base model's expert."""
     sample, kernels = Sample(torch.float32), make_kernels(name, torch.float32)
-    assert kernels.adapters is not None
     bank = kernels.experts(sample.weights, GatedActivation())
     is_changed_E = torch.ones(E, dtype=torch.bool)
     lacking = kernels.adapters.expert_additions({0: sample.adapters[0][0]}, is_changed_E)

@@ -58,6 +58,11 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "moe_draft": (*[_POINTER] * 4, *[_INT] * 2, _REAL),
     "moe_add": (*[_POINTER] * 4, *[_INT] * 2),
     "moe_add_signs": (*[_POINTER] * 2, _INT, _POINTER, *[_INT] * 2),
+    "moe_low_rank": (_POINTER, *[_INT] * 2, _POINTER, _INT, _POINTER, _INT),
+    "moe_row_signs": (_POINTER, *[_INT] * 2, _POINTER, _INT, _POINTER, _INT),
+    "moe_row_heads": (_POINTER, *[_INT] * 2, _POINTER, *[_INT] * 2, _POINTER),
+    "moe_row_norms": (_POINTER, *[_INT] * 2, _POINTER, _INT, _POINTER, _INT, _REAL, _INT),
+    "moe_row_routes": (_POINTER, _INT, *[_POINTER] * 2, *[_INT] * 3, *[_POINTER] * 2),
     "moe_attend_latent": (
         *[_POINTER] * 2, *[_INT] * 2, _POINTER, *[_INT] * 2, _POINTER, _INT, *[_POINTER] * 7,
     ),
@@ -65,6 +70,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 # ... and of those that there is one of.
 _OTHER_SIGNATURES: dict[str, tuple[type, ...]] = {
     "moe_route": (*[_POINTER] * 5, _INT),
+    "moe_row_attended": (_POINTER, _INT, *[_POINTER] * 4, _INT),
     "moe_largest": (*[_POINTER] * 3, *[_INT] * 3),
     "moe_advise_huge_pages": (_POINTER, _INT),
     "moe_low_bit_bytes": (_POINTER, *[_INT] * 2),
@@ -72,7 +78,9 @@ _OTHER_SIGNATURES: dict[str, tuple[type, ...]] = {
     "moe_instruction_set": (),
 }
 # functions that return a number
-_COUNTING = ("moe_experts", "moe_stack", "moe_turn", "moe_service", "moe_low_bit_bytes")
+_COUNTING = (
+    "moe_experts", "moe_stack", "moe_turn", "moe_service", "moe_low_bit_bytes", "moe_row_attended",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

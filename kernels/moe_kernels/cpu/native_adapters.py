@@ -6,7 +6,7 @@ T rows, A adapters, L layers, E experts, D model width, F expert width, R rank.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,15 +16,18 @@ from torch import Tensor
 
 from moe_kernels.cpu.cpu_library import Int, NativeLibrary, Pointer, address, num_panels
 from moe_kernels.cpu.native_changes import (
+    HEADS,
     LOW_RANK_PARTS,
+    MATRICES,
+    NORMS,
     ChangesStruct,
     LayerChangesStruct,
     LayerTuneStruct,
     ModelTuneStruct,
 )
 from moe_kernels.cpu.native_experts import Addresses, ExpertTable
-from moe_kernels.cpu.native_linear import NativeLinear, NativeRouterLinear
-from moe_kernels.cpu.native_rows import NativeRows
+from moe_kernels.cpu.native_linear import NativeHeadLinear, NativeLinear, NativeRouterLinear
+from moe_kernels.cpu.native_rows import NativeStepRows
 from moe_kernels.cpu.native_signs import NativeSignedLinear
 from moe_kernels.interface.adapters import (
     AdapterParts,
@@ -36,9 +39,11 @@ from moe_kernels.interface.adapters import (
     Rest,
     no_rest,
 )
+from moe_kernels.interface.routing import RouterShape
 from moe_kernels.interface.signed_kernels import SignedBank
 
 _PANEL = 16
+RouterOf = Callable[[RouterShape], ctypes.Structure]
 
 
 class _PartStruct(ctypes.Structure):
@@ -160,7 +165,8 @@ class NativeAdapter:
         self._kept: list[Any] = [layers, model]
         self._array = (LayerChangesStruct * len(layers))()
         for struct, parts in zip(self._array, layers, strict=True):
-            struct.qkv, struct.output = self._low_rank(parts.qkv), self._low_rank(parts.output)
+            for key, added in parts.linears.items():
+                struct.linears[MATRICES[key]] = self._low_rank(added)
             assert parts.own is None or parts.additions is None, "an expert is replaced or changed"
             struct.experts = self._own(parts.own)
             if parts.additions is not None:
@@ -175,17 +181,19 @@ class NativeAdapter:
 
     def _tune(self, tune: LayerTune) -> int:
         assert tune.router is None or isinstance(tune.router, NativeRouterLinear), "a native router"
-        signs = [_signs(layer) for layer in (tune.qkv, tune.output)]
         struct = LayerTuneStruct(
-            *signs,
-            address(tune.attention_norm_D),
-            address(tune.moe_norm_D),
-            address(tune.q_norm),
-            address(tune.k_norm),
-            address(tune.sinks_H),
-            None if tune.router is None else tune.router.pointer,
-            address(tune.selection_bias_E),
+            attended=tuple(address(each) for each in (tune.q_norm, tune.k_norm, tune.sinks_H)),
+            router=None if tune.router is None else tune.router.pointer,
+            selection_bias=address(tune.selection_bias_E),
         )
+        for key, layer in tune.signs.items():
+            assert isinstance(layer, NativeSignedLinear), "a native layer with signs"
+            struct.signs[MATRICES[key]] = layer.signs.pointer
+        for key, norm_D in tune.norms.items():
+            struct.norms[NORMS[key]] = norm_D.data_ptr()
+        for key, head in tune.heads.items():
+            assert isinstance(head, NativeHeadLinear), "native layers"
+            struct.heads[HEADS[key]] = head.pointer
         self._kept.append(struct)
         return ctypes.addressof(struct)
 
@@ -196,9 +204,7 @@ class NativeAdapter:
         self._kept.append(struct)
         return ctypes.addressof(struct)
 
-    def _low_rank(self, added: LowRank | None) -> int | None:
-        if added is None:
-            return None
+    def _low_rank(self, added: LowRank) -> int:
         assert isinstance(added.a, NativeLinear), "native layers"
         parts = (_PartStruct * len(added.parts))()
         for struct, part in zip(parts, added.parts, strict=True):
@@ -225,18 +231,13 @@ class NativeAdapter:
         return ctypes.addressof(struct)
 
 
-def _signs(layer: object) -> int | None:
-    if layer is None:
-        return None
-    assert isinstance(layer, NativeSignedLinear), "a native layer with signs"
-    return layer.signs.pointer
-
-
 class NativeAdapterKernels:
     """Implements AdapterKernels."""
 
-    def __init__(self, native: NativeLibrary) -> None:
-        self._native = native
+    adds_to_experts = True
+
+    def __init__(self, native: NativeLibrary, router: RouterOf) -> None:
+        self._native, self._router = native, router
 
     def expert_additions(
         self,
@@ -251,6 +252,7 @@ class NativeAdapterKernels:
     ) -> NativeAdapter:
         return NativeAdapter(layers, model)
 
-    def rows(self, index_T: NDArray[np.int64], adapters: Sequence[NativeAdapter]) -> NativeRows:
+    def rows(self, index_T: NDArray[np.int64], adapters: Sequence[NativeAdapter]) -> NativeStepRows:
         models = [each.model_pointer for each in adapters]
-        return NativeRows(index_T, [each.pointer for each in adapters], adapters, models)
+        layers = [each.pointer for each in adapters]
+        return NativeStepRows(self._native, self._router, index_T, layers, adapters, models)

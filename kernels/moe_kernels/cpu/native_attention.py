@@ -5,10 +5,12 @@ T tokens, H query heads, Hkv key/value heads, D head width, S sequences, L laten
 
 from __future__ import annotations
 
+import copy
 import ctypes
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_kernels.cpu.cpu_library import Float, Int, NativeLibrary, Pointer, address
@@ -82,7 +84,7 @@ def plan_struct(shape: AttentionShape, page_size: int, threads: int) -> PlanStru
 class NativePlan:
     """The sequence of each token [T], the page tables [S, most pages], and the shape."""
 
-    __slots__ = ("_places", "_sequences", "_struct", "_tables", "pointer")
+    __slots__ = ("_own", "_places", "_sequences", "_struct", "_tables", "pointer")
 
     def __init__(self, step: StepRows, shape: AttentionShape, threads: int) -> None:
         most = max(len(table) for table in step.page_tables)
@@ -97,7 +99,15 @@ class NativePlan:
             self._places = step.places
             self._struct.places = self._places.ctypes.data
         self._struct.num_tokens, self._struct.max_pages = len(self._sequences), most
+        self._own: NDArray[np.uintp] | None = None
         self.pointer = ctypes.addressof(self._struct)
+
+    def with_own(self, own_T3: NDArray[np.uintp]) -> NativePlan:
+        """Returns the same plan with addresses of each row's own norms and sinks."""
+        made = copy.copy(self)
+        made._struct, made._own = PlanStruct.from_buffer_copy(self._struct), own_T3
+        made._struct.own, made.pointer = own_T3.ctypes.data, ctypes.addressof(made._struct)
+        return made
 
     def for_latents(self, shape: LatentShape) -> None:
         """Sets the sizes that a plan made from `shape.absorbed()` lacks."""

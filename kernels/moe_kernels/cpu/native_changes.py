@@ -7,6 +7,10 @@ import ctypes
 from moe_kernels.cpu.cpu_library import Int, Pointer
 
 LOW_RANK_PARTS = ("up_a", "gate_b", "up_b", "down_a", "down_b")
+# The numbers of `Matrix`, `RowNorm` and `HeadMatrix` in cpu/source/adapters.h.
+MATRICES = {"qkv": 0, "query": 0, "output": 1, "query_down": 2, "latent": 3}
+NORMS = {"attention": 0, "moe": 1, "query": 2}
+HEADS = {"key_up": 0, "value_up": 1}
 
 
 class ChangesStruct(ctypes.Structure):
@@ -24,25 +28,22 @@ class ChangesStruct(ctypes.Structure):
 class LayerChangesStruct(ctypes.Structure):
     """`LayerChanges` in cpu/source/adapters.h."""
 
-    _fields_ = tuple((name, Pointer) for name in ("qkv", "output", "experts", "mlp", "tune"))
+    _fields_ = (
+        ("linears", Pointer * len(set(MATRICES.values()))),
+        *((name, Pointer) for name in ("experts", "mlp", "tune")),
+    )
 
 
 class LayerTuneStruct(ctypes.Structure):
     """`LayerTune` in cpu/source/adapters.h."""
 
-    _fields_ = tuple(
-        (name, Pointer)
-        for name in (
-            "qkv",
-            "output",
-            "attention_norm",
-            "moe_norm",
-            "q_norm",
-            "k_norm",
-            "sinks",
-            "router",
-            "selection_bias",
-        )
+    _fields_ = (
+        ("signs", Pointer * len(set(MATRICES.values()))),
+        ("norms", Pointer * len(NORMS)),
+        ("attended", Pointer * 3),
+        ("heads", Pointer * len(HEADS)),
+        ("router", Pointer),
+        ("selection_bias", Pointer),
     )
 
 

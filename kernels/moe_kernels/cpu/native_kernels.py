@@ -96,7 +96,7 @@ class NativeKernels:
     ) -> None:
         self.name = f"native C++ ({SUFFIXES[dtype]}, {instruction_set(library)})"
         self._native = NativeLibrary(library, dtype, num_threads, low_bit_products)
-        self.adapters = NativeAdapterKernels(self._native)
+        self.adapters = NativeAdapterKernels(self._native, self._router)
         self._rms_norm = self._native.function("moe_rms_norm")
         self._add = self._native.function("moe_add")
         self._route, self._largest = library.moe_route, library.moe_largest

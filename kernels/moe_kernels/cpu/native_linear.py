@@ -93,6 +93,11 @@ class NativeHeadLinear:
         self._function = native.function("moe_head_linear")
         self._packed = _Packed(native, list(weight_HNK), None)
 
+    @property
+    def pointer(self) -> int:
+        """Address of the struct that describes it, for kernels that call this one."""
+        return self._packed.pointer
+
     def __call__(self, x_THK: Tensor) -> Tensor:
         num_rows, num_heads, _ = x_THK.shape
         row_step, head_step, value_step = x_THK.stride()

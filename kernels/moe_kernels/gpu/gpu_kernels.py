@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -33,6 +34,7 @@ from moe_kernels.gpu.router.api import route
 from moe_kernels.gpu.rows.api import Addends, add, rms_norm
 from moe_kernels.gpu.sampling.gpu_sampler import GpuTokenSampler
 from moe_kernels.gpu.signs.api import GpuExpertSigns, GpuSignedLinear
+from moe_kernels.gpu.signs.step_rows import GpuAdapterKernels, untuned
 from moe_kernels.interface.adapters import Rest, no_rest
 from moe_kernels.interface.attention_shape import (
     AttentionShape,
@@ -72,7 +74,6 @@ class TritonKernels:
     least_page_size = 1
     has_packed_products = True
     has_packed_linears = False
-    adapters = None  # LoRAs of experts are merged into copies
     can_be_captured = True
     can_split_columns = False  # not checked on a card yet
 
@@ -81,6 +82,7 @@ class TritonKernels:
         self._is_interpreted = device.type != "cuda"
         self._chip = _INTERPRETED if self._is_interpreted else chip_of(device)
         self._tiles = RowTiles(device)
+        self.adapters = GpuAdapterKernels(device)
         self._answers: dict[Hashable, bool] = {}
         self._asking = threading.Lock()
         where = f"in the interpreter on {device}"
@@ -195,12 +197,18 @@ class TritonKernels:
         qkv: Tensor,
         norm: QKNormWeights | None,
         sinks_H: Tensor | None,
-        call: AttentionCall[PagedPlan],
+        call: AttentionCall[Any],
         shape: AttentionShape,
     ) -> Tensor:
-        pages = call.pages
+        pages, (plan, groups) = call.pages, untuned(call.plan)
         q_THD = shape_qkv(qkv, norm, call.rotary, call.positions, call.kv_rows, pages, shape)
-        out_THV = attention(q_THD, pages, call.plan, shape, sinks_H)
+        for rows, (q_norm, k_norm) in groups:  # over what the base model's norms have left
+            assert q_norm is not None and k_norm is not None, "norms of both"
+            positions, kv_rows = _places(call, rows)
+            own = QKNormWeights(q_norm, k_norm)
+            own_RHD = shape_qkv(qkv[rows], own, call.rotary, positions, kv_rows, pages, shape)
+            q_THD.index_copy_(0, rows, own_RHD)
+        out_THV = attention(q_THD, pages, plan, shape, sinks_H)
         return out_THV.flatten(1).to(qkv.dtype)
 
     def attend_latent(
@@ -209,22 +217,19 @@ class TritonKernels:
         q_rope_THR: Tensor,
         latent_TC: Tensor,
         norm_weight_L: Tensor,
-        call: AttentionCall[PagedPlan],
+        call: AttentionCall[Any],
         shape: LatentShape,
     ) -> Tensor:
-        q_THC = shape_latent(
-            q_latent_THL,
-            q_rope_THR,
-            latent_TC,
-            norm_weight_L,
-            call.rotary,
-            call.positions,
-            call.kv_rows,
-            call.pages,
-            shape,
-        )
-        plan = call.plan
-        out_THL = attention(q_THC, call.pages, plan, plan.shape)
+        pages, (plan, groups) = call.pages, untuned(call.plan)
+        heads, rotary = (q_latent_THL, q_rope_THR, latent_TC), call.rotary
+        places = call.positions, call.kv_rows
+        q_THC = shape_latent(*heads, norm_weight_L, rotary, *places, pages, shape)
+        for rows, (own_L, _) in groups:  # over what the base model's norm has left in the pages
+            assert own_L is not None, "a norm of latents"
+            q_latent, q_rope, latent = (each[rows] for each in heads)
+            where = _places(call, rows)
+            shape_latent(q_latent, q_rope, latent, own_L, rotary, *where, pages, shape)
+        out_THL = attention(q_THC, pages, plan, plan.shape)
         return out_THL.to(latent_TC.dtype)
 
     def route(
@@ -257,6 +262,12 @@ class TritonKernels:
 
     def add(self, hidden_TD: Tensor, out_TD: Tensor, more_TD: Tensor | None) -> Tensor:
         return add(hidden_TD, Addends(out_TD=out_TD, more_TD=more_TD))
+
+
+def _places(call: AttentionCall[Any], rows_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the positions and the rows of the pages of some rows."""
+    by_token = call.kv_rows.view(len(call.positions), -1)
+    return call.positions[rows_R], by_token[rows_R].flatten()
 
 
 def make_triton_kernels(device: torch.device, dtype: torch.dtype) -> TritonKernels:

@@ -6,12 +6,14 @@ T rows, A adapters of a step, L layers, E experts, N outputs, K inputs, R rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from moe_kernels.interface.routing import RouterShape
 
 Rest = Callable[[], None]  # called after each expert: a load beside steps may pause there
 
@@ -68,15 +70,17 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTune:
-    """The parts of a layer that a whole fine-tune replaces. None: the base model's part is used."""
+    """The parts of a layer that a whole fine-tune replaces. None, or a key that is absent: the base
+    model's part is used."""
 
-    qkv: Any | None = None  # the base model's layer with signs (`SignedKernels.signed_linear`)
-    output: Any | None = None  # likewise
-    attention_norm_D: Tensor | None = None
-    moe_norm_D: Tensor | None = None
-    q_norm: Tensor | None = None
+    # The base model's linear layers with signs (`SignedKernels.signed_linear`), keyed as
+    # `AdapterParts.linears`.
+    signs: Mapping[str, Any] = field(default_factory=dict)
+    norms: Mapping[str, Tensor] = field(default_factory=dict)  # attention, moe, query (of latents)
+    q_norm: Tensor | None = None  # of latent attention: the norm of the latents
     k_norm: Tensor | None = None
     sinks_H: Tensor | None = None
+    heads: Mapping[str, Any] = field(default_factory=dict)  # HeadLinears: key_up and value_up
     router: Any | None = None  # a RouterLinear of the same kernels
     selection_bias_E: Tensor | None = None  # of its own router
 
@@ -93,10 +97,12 @@ class ModelTune:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterParts:
     """The changes of an adapter to one layer: linear layers, experts and an MLP in place of the
-    base model's (ESFT), and additions to either, which `expert_additions` has made."""
+    base model's (ESFT), and additions to either, which `expert_additions` has made.
 
-    qkv: LowRank | None = None
-    output: LowRank | None = None
+    `linears`: by part of attention: qkv and output; of latent attention query_down, query, latent
+    and output."""
+
+    linears: Mapping[str, LowRank] = field(default_factory=dict)
     own: Any | None = None  # an ExpertBank of the same kernels
     additions: Any | None = None
     mlp: Any | None = None  # a bank of one expert
@@ -138,8 +144,43 @@ class AddingBank(Protocol):
         ...
 
 
+class AdaptedRows(Protocol):
+    """The adapters of a step's rows, for layer_front and layer_stack, and for layers that run part
+    by part. Each method applies what all adapters have in a layer, and leaves other rows as they
+    are. It may write to the result that it is given."""
+
+    def add(self, layer: int, linear: str, x_TK: Tensor, y_TN: Tensor) -> Tensor:
+        """Returns a linear layer's result with the additions to it. `linear`: a key of
+        `AdapterParts.linears`."""
+        ...
+
+    def normed(self, layer: int, norm: str, x_TD: Tensor, y_TD: Tensor, eps: float) -> Tensor:
+        """Returns normed rows `y_TD`, those of a fine-tune with its own norm."""
+        ...
+
+    def lifted(self, layer: int, up: str, x_THK: Tensor, y_THN: Tensor) -> Tensor:
+        """Returns the result of a HeadLinear, that of a fine-tune with its own one."""
+        ...
+
+    def planned(
+        self, layer: int, plan: Any, norms: tuple[Tensor | None, Tensor | None], sinks_H: Any
+    ) -> Any:
+        """Returns a plan of attention in which rows of fine-tunes have their own norms and sinks.
+        `norms`: the base model's, of queries and keys."""
+        ...
+
+    def routed(
+        self, layer: int, shape: RouterShape, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    ) -> None:
+        """Replaces the choices of rows whose fine-tune has its own router."""
+        ...
+
+
 class AdapterKernels(Protocol):
-    """Makes what the kernels of a set need to serve adapters."""
+    """Makes what the kernels of a set need to serve adapters. `adds_to_experts`: it has
+    `expert_additions`; otherwise a LoRA of experts is merged into copies of these."""
+
+    adds_to_experts: bool
 
     def expert_additions(
         self,
@@ -154,10 +195,10 @@ class AdapterKernels(Protocol):
         ...
 
     def adapter(self, layers: Sequence[AdapterParts], model: ModelTune | None = None) -> Any | None:
-        """Prepares an adapter for layer_front and layer_stack; None: this set has neither."""
+        """Prepares an adapter for `rows`; None: this set has no such rows."""
         ...
 
-    def rows(self, index_T: NDArray[np.int64], adapters: Sequence[Any]) -> Any:
-        """Prepares the adapters of a step's rows, for layer_front and layer_stack. `index_T`: the
-        number of each row's adapter among `adapters`, or -1."""
+    def rows(self, index_T: NDArray[np.int64], adapters: Sequence[Any]) -> AdaptedRows:
+        """Prepares the adapters of a step's rows. `index_T`: the number of each row's adapter among
+        `adapters`, or -1."""
         ...

@@ -190,8 +190,8 @@ class Kernels(Protocol):
         ...
 
     @property
-    def adapters(self) -> AdapterKernels | None:
-        """Additions of adapters to experts, to fronts and to stacks; None: not in this set."""
+    def adapters(self) -> AdapterKernels:
+        """What adapters add to the layers of a model."""
         ...
 
     @property

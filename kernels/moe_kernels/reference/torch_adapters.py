@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_kernels.interface.adapters import (
+    AdaptedRows,
     AdapterParts,
     Addition,
     ExpertAddition,
@@ -116,6 +117,8 @@ def added_sums(
 class TorchAdapterKernels:
     """Implements AdapterKernels."""
 
+    adds_to_experts = True
+
     def expert_additions(
         self,
         additions: Mapping[int, ExpertAddition],
@@ -127,5 +130,5 @@ class TorchAdapterKernels:
     def adapter(self, layers: Sequence[AdapterParts], model: ModelTune | None = None) -> None:
         return None
 
-    def rows(self, index_T: NDArray[np.int64], adapters: Sequence[object]) -> object:
-        raise AssertionError("torch has neither layer_front nor layer_stack")
+    def rows(self, index_T: NDArray[np.int64], adapters: Sequence[object]) -> AdaptedRows:
+        raise AssertionError("torch prepares no adapter")

@@ -78,7 +78,8 @@ class BitDeltaBuilder:
                 rank=0,
             )
         stage, stage_bytes = self._stages.stage(tensors)
-        base, common = self._stages.base, with_mlps(layers, stage)
+        base = self._stages.base
+        common = with_mlps(layers, base, stage)
         prepared = prepare(self._loader.kernels.adapters, base, stage, common)
         return FineTune(
             digest=files.digest,

@@ -17,8 +17,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from experts.virtual_experts import AdapterExperts
-from moe_kernels.interface.adapters import AdapterKernels, AdapterParts, LowRank, RowAdditions
+from moe_kernels.interface.adapters import (
+    AdaptedRows,
+    AdapterKernels,
+    AdapterParts,
+    LowRank,
+    RowAdditions,
+)
 from moe_kernels.interface.kernels import ExpertBank, RouterLinear
+from moe_kernels.interface.routing import RouterShape
 from moe_serve.model.step_plan import MicroBatch
 
 AdapterKind = Literal["lora", "esft", "bitdelta"]
@@ -37,11 +44,10 @@ class AdapterLayer:
 
     @property
     def parts(self) -> AdapterParts:
-        """The same for the kernels of layer_front and layer_stack."""
+        """The same for the kernels."""
         own = self.experts
         return AdapterParts(
-            qkv=self.linears.get("qkv"),
-            output=self.linears.get("output"),
+            linears=self.linears,
             own=None if own is None else own.bank,
             additions=None if own is None else own.additions,
             mlp=self.mlp,
@@ -61,7 +67,7 @@ class AdapterWeights:
     kind: AdapterKind
     rank: int  # the largest of a LoRA; 0: it has none
     number: int = 0  # among the adapters of ranks, for virtual expert ids
-    prepared: Any = None  # for layer_front and layer_stack, if the kernels have these
+    prepared: Any = None  # by the kernels, for `AdapterKernels.rows`; None: they have no such rows
 
 
 class LoadedAdapters(Protocol):
@@ -109,19 +115,46 @@ class ExpertRows:
 @dataclass(frozen=True, slots=True)
 class LayerAdditions:
     """The additions to one layer of a micro-batch. `to_mlp`: those to a shared expert, or to a
-    dense layer's MLP; None: there are none."""
+    dense layer's MLP; None: there are none. `rows`: all adapters, as the kernels take them; None:
+    they have no such rows, and none of the adapters is a fine-tune."""
 
     groups: tuple[tuple[RowGroup, AdapterLayer], ...]
     to_mlp: RowAdditions | None = None
+    rows: AdaptedRows | None = None
+    layer: int = 0
 
     def linear(self, key: str, x_TK: Tensor, y_TN: Tensor) -> Tensor:
         """Adds to the result of a linear layer, which is overwritten."""
+        if self.rows is not None:
+            return self.rows.add(self.layer, key, x_TK, y_TN)
         for group, layer in self.groups:
             low_rank = layer.linears.get(key)
             if low_rank is not None:
                 own = low_rank.added(group.select(x_TK), group.select(y_TN))
                 y_TN = group.put(y_TN, own)
         return y_TN
+
+    def normed(self, norm: str, x_TD: Tensor, y_TD: Tensor, eps: float) -> Tensor:
+        """Returns normed rows, those of fine-tunes with their own norms. See AdaptedRows."""
+        rows = self.rows
+        return y_TD if rows is None else rows.normed(self.layer, norm, x_TD, y_TD, eps)
+
+    def lifted(self, up: str, x_THK: Tensor, y_THN: Tensor) -> Tensor:
+        """Returns the result of an up-projection, that of fine-tunes with their own ones."""
+        rows = self.rows
+        return y_THN if rows is None else rows.lifted(self.layer, up, x_THK, y_THN)
+
+    def planned(
+        self, plan: Any, norms: tuple[Tensor | None, Tensor | None], sinks_H: Tensor | None = None
+    ) -> Any:
+        """Returns a plan of attention with the norms and sinks of fine-tunes. See AdaptedRows."""
+        rows = self.rows
+        return plan if rows is None else rows.planned(self.layer, plan, norms, sinks_H)
+
+    def routed(self, shape: RouterShape, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
+        """Replaces the choices of fine-tunes with their own routers."""
+        if self.rows is not None:
+            self.rows.routed(self.layer, shape, x_TD, ids_TK, weights_TK)
 
     @property
     def experts(self) -> tuple[ExpertRows, ...]:
@@ -141,7 +174,7 @@ class LayerAdditions:
 class AdapterRows:
     """The adapters of a micro-batch's rows: as groups, and as the kernels take them.
 
-    `prepared`: for layer_front and layer_stack; None: the kernels have neither.
+    `prepared`: the latter; None: the kernels have no such rows.
     """
 
     def __init__(
@@ -155,7 +188,7 @@ class AdapterRows:
         self._index_T, self._adapters, self._device = index_T, adapters, device
         self._groups: tuple[RowGroup, ...] | None = None
         prepared = [each.prepared for each in adapters]
-        self.prepared: Any = None
+        self.prepared: AdaptedRows | None = None
         if kernels is not None and None not in prepared:
             self.prepared = kernels.rows(index_T, prepared)
 
@@ -174,7 +207,8 @@ class AdapterRows:
         """Returns what the adapters add to a layer."""
         groups = tuple((group, group.adapter.layers[layer]) for group in self.groups)
         found = [each.layers[layer].mlp_additions for each in self._adapters]
-        return LayerAdditions(groups, RowAdditions.of(self._index_T, found))
+        to_mlp = RowAdditions.of(self._index_T, found)
+        return LayerAdditions(groups, to_mlp, self.prepared, layer)
 
     def to_experts(self, layer: int) -> RowAdditions | None:
         """Returns the additions to a layer's routed experts; None: there are none."""

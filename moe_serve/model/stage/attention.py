@@ -6,7 +6,7 @@ positions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -56,19 +56,25 @@ class GroupedQueryAttention:
         pages: KVPages,
         additions: LayerAdditions | None = None,
     ) -> Tensor:
-        return self.kernels.attend(
-            _adapted(additions, "qkv", self.qkv, x_TD),
-            self.qk_norm,
-            self.sinks_H,
-            _call(self.rotary, inputs, pages, self.shape),
-            self.shape,
-        )
+        call, norm = _call(self.rotary, inputs, pages, self.shape), self.qk_norm
+        if additions is not None:
+            norms = (None, None) if norm is None else (norm.q, norm.k)
+            plan = additions.planned(call.plan, norms, self.sinks_H)
+            call = replace(call, plan=plan)
+        qkv = _adapted(additions, "qkv", self.qkv, x_TD)
+        return self.kernels.attend(qkv, norm, self.sinks_H, call, self.shape)
 
 
 def _adapted(additions: LayerAdditions | None, key: str, linear: Linear, x_TK: Tensor) -> Tensor:
     """Returns a linear layer's result with the additions of adapters."""
     out_TN = linear(x_TK)
     return out_TN if additions is None else additions.linear(key, x_TK, out_TN)
+
+
+def _lifted(additions: LayerAdditions | None, key: str, up: HeadLinear, x_THK: Tensor) -> Tensor:
+    """Returns the result of an up-projection, with the rows of fine-tunes that have their own."""
+    out_THN = up(x_THK)
+    return out_THN if additions is None else additions.lifted(key, x_THK, out_THN)
 
 
 def _call(
@@ -102,21 +108,24 @@ class LatentAttention:
         pages: KVPages,
         additions: LayerAdditions | None = None,
     ) -> Tensor:
-        a = self.shape
-        q = x_TD
+        a, call, q = self.shape, _call(self.rotary, inputs, pages, self.absorbed), x_TD
+        if additions is not None:
+            call = replace(call, plan=additions.planned(call.plan, (self.latent_norm, None)))
         if self.query_down is not None and self.query_norm is not None:
             down = _adapted(additions, "query_down", self.query_down, x_TD)
             q = self.kernels.rms_norm(down, self.query_norm, a.norm_eps)
+            if additions is not None:
+                q = additions.normed("query", down, q, a.norm_eps)
         q = _adapted(additions, "query", self.query, q)
         if self.query_scale_P is not None:
             q = q * self.query_scale_P[inputs.positions][:, None].to(q.dtype)
         q_THC = q.view(len(x_TD), a.num_heads, -1)
         attended_THL = self.kernels.attend_latent(
-            self.key_up(q_THC[..., : a.nope_dim]),
+            _lifted(additions, "key_up", self.key_up, q_THC[..., : a.nope_dim]),
             q_THC[..., a.nope_dim :],
             _adapted(additions, "latent", self.latent, x_TD),
             self.latent_norm,
-            _call(self.rotary, inputs, pages, self.absorbed),
+            call,
             a,
         )
-        return self.value_up(attended_THL).flatten(1)
+        return _lifted(additions, "value_up", self.value_up, attended_THL).flatten(1)

@@ -196,11 +196,6 @@ class AttentionStage:
         call, or a part of the layer is not in it, or the layer has no routed experts."""
         return None if self._layers[layer].router is None else self._fronts[layer]
 
-    @property
-    def has_all_fronts(self) -> bool:
-        """Returns True if each layer up to its routed experts is one call."""
-        return all(front is not None for front in self._fronts)
-
     def has_mlp(self, layer: int) -> bool:
         """Returns whether a layer has a shared expert, or is dense."""
         return self._layers[layer].mlp is not None
@@ -213,7 +208,8 @@ class AttentionStage:
             hidden_TD = self.attend(layer, hidden_TD, inputs, cache, additions)
             if weights.router is None:
                 return Advance(self.dense(layer, hidden_TD, additions), None)
-            return Advance(hidden_TD, _adapted(self.route(layer, hidden_TD), layer, adapters))
+            routed = self.route(layer, hidden_TD, additions)
+            return Advance(hidden_TD, _adapted(routed, layer, adapters))
         done = front(
             hidden_TD,
             inputs.positions,
@@ -243,7 +239,10 @@ class AttentionStage:
         Writes the new keys and values. `additions`: of the adapters, to this layer.
         """
         weights = self._layers[layer]
-        x_TD = self.kernels.rms_norm(hidden_TD, weights.attention_norm, self.spec.norm_eps)
+        eps = self.spec.norm_eps
+        x_TD = self.kernels.rms_norm(hidden_TD, weights.attention_norm, eps)
+        if additions is not None:
+            x_TD = additions.normed("attention", hidden_TD, x_TD, eps)
         attended = weights.attention(x_TD, inputs, cache.layers[layer], additions)
         if self.spec.residual_multiplier == 1.0:
             out_TD = weights.output(attended, hidden_TD)
@@ -253,9 +252,13 @@ class AttentionStage:
             out_TD = additions.linear("output", attended, out_TD)
         return self.add(hidden_TD, out_TD)
 
-    def moe_normed(self, layer: int, hidden_TD: Tensor) -> Tensor:
+    def moe_normed(
+        self, layer: int, hidden_TD: Tensor, additions: LayerAdditions | None = None
+    ) -> Tensor:
         """Applies the norm before the experts or the dense MLP -> [T, D]."""
-        return self.kernels.rms_norm(hidden_TD, self._layers[layer].moe_norm, self.spec.norm_eps)
+        eps = self.spec.norm_eps
+        x_TD = self.kernels.rms_norm(hidden_TD, self._layers[layer].moe_norm, eps)
+        return x_TD if additions is None else additions.normed("moe", hidden_TD, x_TD, eps)
 
     def dense(
         self, layer: int, hidden_TD: Tensor, additions: LayerAdditions | None = None
@@ -263,15 +266,17 @@ class AttentionStage:
         """Applies norm, the MLP of a layer without routed experts, and residual -> [T, D]."""
         weights = self._layers[layer]
         assert weights.mlp is not None, f"layer {layer} is not dense"
-        x_TD = self.moe_normed(layer, hidden_TD)
+        x_TD = self.moe_normed(layer, hidden_TD, additions)
         return self.add(hidden_TD, weights.mlp.adapted(x_TD, additions))
 
-    def route(self, layer: int, hidden_TD: Tensor) -> Routed:
+    def route(
+        self, layer: int, hidden_TD: Tensor, additions: LayerAdditions | None = None
+    ) -> Routed:
         """Applies norm and router -> the rows for the experts."""
         weights = self._layers[layer]
         assert weights.router is not None, f"layer {layer} has no router"
-        x_TD = self.moe_normed(layer, hidden_TD)
-        rows = choose_experts(self.kernels, self.spec.router, weights.router, x_TD)
+        x_TD = self.moe_normed(layer, hidden_TD, additions)
+        rows = choose_experts(self.kernels, self.spec.router, weights.router, x_TD, additions)
         return Routed(x_TD, rows)
 
     def shared(self, layer: int, x_TD: Tensor, inputs: StepInputs | None = None) -> Tensor | None:

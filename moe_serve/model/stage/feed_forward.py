@@ -26,10 +26,18 @@ class Router:
     selection_bias_E: Tensor | None = None  # fp32
 
 
-def choose_experts(kernels: Kernels, spec: RouterSpec, router: Router, x_TD: Tensor) -> RoutedRows:
+def choose_experts(
+    kernels: Kernels,
+    spec: RouterSpec,
+    router: Router,
+    x_TD: Tensor,
+    additions: LayerAdditions | None = None,
+) -> RoutedRows:
     """Returns the rows for the experts. Models that weigh the experts' inputs multiply them
-    here."""
+    here. `additions`: of the adapters, some of which may have their own router."""
     ids_TK, weights_TK = kernels.route(router.linear(x_TD), spec.shape, router.selection_bias_E)
+    if additions is not None:
+        additions.routed(spec.shape, x_TD, ids_TK, weights_TK)
     if not spec.is_weighing_inputs:
         return RoutedRows(x_TD, ids_TK, weights_TK)
     weighed_TD = x_TD * weights_TK.to(x_TD.dtype)

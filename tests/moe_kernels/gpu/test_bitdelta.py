@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from moe_kernels.gpu.signs.step_rows import GpuAdapterKernels
 from moe_serve.adapters.bitdelta.make import make_bitdelta
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.offline.llm import LLM
@@ -23,6 +24,15 @@ CASES = {
             intermediate_size=40,
             moe_intermediate_size=24,
             shared_expert_intermediate_size=24,
+            num_experts=4,
+        )
+    ),
+    "qwen3_moe": Case(  # norms of queries and keys
+        transformers.Qwen3MoeConfig(
+            **SMALL,
+            head_dim=16,
+            intermediate_size=40,
+            moe_intermediate_size=24,
             num_experts=4,
         )
     ),
@@ -49,8 +59,9 @@ NAMES = (None, "one", "two", "one")
 
 @pytest.mark.parametrize("family", CASES)
 def test_rows_of_fine_tunes_and_of_the_base_model(
-    family: str, tmp_path: Path, rows_are_alike: None
+    family: str, tmp_path: Path, rows_are_alike: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """They have the bits of rows alone, and of rows that pass the attention adapter by adapter."""
     base = write_checkpoint(tmp_path / "base", CASES[family])
     adapters = {}
     for seed, name in enumerate(("one", "two"), start=1):
@@ -62,6 +73,10 @@ def test_rows_of_fine_tunes_and_of_the_base_model(
         with LLM(str(base), dtype="float32", kernels=kernels, adapters=adapters) as llm:
             found[kernels] = llm.generate(prompts, PARAMS, adapter=names, use_progress_bar=False)
             alone = llm.generate(prompts[1:2], PARAMS, adapter="one", use_progress_bar=False)
+    monkeypatch.setattr(GpuAdapterKernels, "adapter", lambda *_: None)
+    with LLM(str(base), dtype="float32", kernels="triton", adapters=adapters) as llm:
+        apart = llm.generate(prompts, PARAMS, adapter=names, use_progress_bar=False)
+    assert content(apart) == content(found["triton"])
     assert largest_difference(found["triton"], found["torch"]) < 1e-4
     assert content(alone) == content(found["triton"])[1:2], "a row depends on its batch"
     assert content(found["triton"])[0] != content(found["triton"])[1]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_kernels.gpu.align.api import align
 from moe_kernels.gpu.grouped_gemm.api import _places
-from moe_kernels.interface.adapters import AddingBank, RowAdditions
+from moe_kernels.interface.adapters import AdapterParts, AddingBank, LayerTune, RowAdditions
 from moe_kernels.interface.kernels import ExpertBank, ExpertWeights, GatedActivation
 from moe_kernels.interface.sign_matrix import SignedExpert
 from moe_kernels.interface.signed_kernels import SignedBank, SignedKernels
@@ -50,6 +50,29 @@ def test_a_linear_layer(
         rows = [layer(x[i : i + 1], residual[i : i + 1]) for i in (0, 17)]
         assert torch.equal(torch.cat(rows), out[[0, 17]]), "a row depends on its batch"
         assert len(layer(x[:0], residual[:0])) == 0
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_linear_layer_with_rows_of_many_adapters(
+    dtype: torch.dtype, device: torch.device, rows_are_alike: None
+) -> None:
+    """One adapter has no signs here. Other rows keep their bits."""
+    kernels = choose_kernels(device, dtype, "triton")
+    assert isinstance(kernels, SignedKernels)
+    base = kernels.linear((random(24, 36) / 6).to(device, dtype))
+    layers = [
+        kernels.signed_linear(base, signed(24, 36, seed, by_row=seed == 1).to(device))
+        for seed in (1, 2)
+    ]
+    tunes = [LayerTune(signs={"qkv": layer}) for layer in layers]
+    adapters = [[AdapterParts(tune=tune)] for tune in (tunes[0], None, tunes[1])]
+    owners = np.array([2, 0, -1, 1, 0, 2, 2, -1, 0])
+    x = random(len(owners), 36, seed=7).to(device, dtype)
+    prepared = [kernels.adapters.adapter(each) for each in adapters]
+    out = kernels.adapters.rows(owners, prepared).add(0, "qkv", x, base(x))
+    alone = {0: layers[0](x), 2: layers[1](x)}
+    for row, owner in enumerate(owners.tolist()):
+        assert torch.equal(out[row], alone.get(owner, base(x))[row]), f"row {row} of {owner}"
 
 
 def experts_of(width: int, hidden: int, dtype: torch.dtype) -> list[ExpertWeights]:

@@ -36,9 +36,17 @@ struct LowRank {  // the addition to a linear layer; mirrored in native_adapters
   int64_t num_parts, num_outputs;  // of the layer
 };
 
+// The linear layers of attention, and the norms and up-projections that a fine-tune may have of its
+// own. Latent attention has its queries' layer in the place of kQKV. Numbered as in native_changes.py.
+enum Matrix : int64_t { kQKV, kOutput, kQueryDown, kLatent, kNumMatrices };
+enum RowNorm : int64_t { kAttentionNorm, kMoeNorm, kQueryNorm, kNumNorms };
+enum HeadMatrix : int64_t { kKeyUp, kValueUp, kNumHeadMatrices };
+
 struct LayerTune {  // of a whole fine-tune, null: the base model's; mirrored in native_changes.py
-  const Signs *qkv, *output;  // added to the base model's
-  const void *attention_norm, *moe_norm, *q_norm, *k_norm, *sinks;
+  const Signs* signs[kNumMatrices];  // added to the base model's
+  const void* norms[kNumNorms];
+  const void* attended[3];  // see AttentionPlan::own
+  const Linear* heads[kNumHeadMatrices];
   const Linear* router;
   const float* selection_bias;  // of its router; may be null
 };
@@ -49,7 +57,7 @@ struct ModelTune {  // likewise, outside of the layers
 };
 
 struct LayerChanges {  // of one adapter, null: no change; mirrored in native_changes.py
-  const LowRank *qkv, *output;
+  const LowRank* linears[kNumMatrices];
   const ExpertChanges *experts, *mlp;
   const LayerTune* tune;
 };

@@ -96,13 +96,12 @@ static void head_linear(const Linear& l, const T* x, int64_t row_step, int64_t h
 // y[t] += (x[t] A^T) B^T for the rows of each adapter, with its matrices A and B. As by calls of
 // `linear`, those with B having y as their residual.
 template <class T>
-static void low_rank(const RowAdapters& r, int64_t layer, bool is_output, const T* x,
+static void low_rank(const RowAdapters& r, int64_t layer, int64_t matrix, const T* x,
                      int64_t row_step, T* y, int64_t threads) {
   struct Job { const LowRank* added; int64_t first, count; };
   std::vector<Job> jobs;
   for (int64_t i = 0; i < r.num_adapters; ++i) {
-    const LayerChanges& c = r.layers[i][layer];
-    const LowRank* added = is_output ? c.output : c.qkv;
+    const LowRank* added = r.layers[i][layer].linears[matrix];
     for (int64_t t = r.starts[i]; added && t < r.starts[i + 1]; t += kAdapterRows)
       jobs.push_back({added, t, std::min(kAdapterRows, r.starts[i + 1] - t)});
   }
@@ -128,6 +127,23 @@ static void low_rank(const RowAdapters& r, int64_t layer, bool is_output, const 
   });
 }
 
+// y[t] = the up-projections of x[t] for the rows whose fine-tune has its own. Neighbouring rows of
+// one adapter are one product.
+template <class T>
+static void row_heads(const RowAdapters& r, int64_t layer, int64_t matrix, const T* x,
+                      int64_t row_step, int64_t head_step, T* y) {
+  for (int64_t a = 0; a < r.num_adapters; ++a) {
+    const LayerTune* tune = r.layers[a][layer].tune;
+    const Linear* own = tune ? tune->heads[matrix] : nullptr;
+    for (int64_t i = r.starts[a], end; own && i < r.starts[a + 1]; i = end) {
+      const int64_t first = r.order[i];
+      for (end = i + 1; end < r.starts[a + 1] && r.order[end] == first + end - i;) ++end;
+      head_linear<T>(*own, x + first * row_step, row_step, head_step,
+                     y + first * own->num_heads * own->num_outputs, end - i);
+    }
+  }
+}
+
 // fp32 weights and results for every type of x.
 template <class T>
 static void router_linear(const Linear& l, const T* x, int64_t row_step, float* out,
@@ -150,9 +166,13 @@ static void router_linear(const Linear& l, const T* x, int64_t row_step, float* 
                                 T* out, int64_t num_rows) {                                       \
     head_linear<T>(*l, x, row_step, head_step, out, num_rows);                                    \
   }                                                                                               \
-  void moe_low_rank_##suffix(const RowAdapters* r, int64_t layer, int64_t is_output, const T* x,  \
+  void moe_low_rank_##suffix(const RowAdapters* r, int64_t layer, int64_t matrix, const T* x,     \
                              int64_t row_step, T* y, int64_t threads) {                           \
-    low_rank<T>(*r, layer, is_output, x, row_step, y, threads);                                   \
+    low_rank<T>(*r, layer, matrix, x, row_step, y, threads);                                      \
+  }                                                                                               \
+  void moe_row_heads_##suffix(const RowAdapters* r, int64_t layer, int64_t matrix, const T* x,    \
+                              int64_t row_step, int64_t head_step, T* y) {                        \
+    row_heads<T>(*r, layer, matrix, x, row_step, head_step, y);                                   \
   }                                                                                               \
   void moe_router_linear_##suffix(const Linear* l, const T* x, int64_t row_step, float* out,      \
                                   int64_t num_rows) {                                             \

@@ -8,7 +8,7 @@ Nothing waits for the device, but the adapters of rows come from the host.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,14 +38,14 @@ class SignTable:
 
 
 class GpuSignedLinear:
-    """Implements Linear: the result of another layer, and the addition."""
+    """Implements Linear: the result of another layer, and the addition, which is in `table`."""
 
     def __init__(self, base: Linear, added: SignMatrix, tiles: RowTiles) -> None:
         self._base, self._tiles = base, tiles
         self._added = added = _contiguous(added)
-        table = torch.tensor([[_entry(added)]], device=added.bits_NB.device)
-        self._table = SignTable(
-            entries=table, num_outputs=added.num_rows, num_inputs=added.num_columns
+        entries = torch.tensor([[_entry(added)]], device=added.bits_NB.device)
+        self.table = SignTable(
+            entries=entries, num_outputs=added.num_rows, num_inputs=added.num_columns
         )
 
     def __call__(self, x_TK: Tensor, residual_TN: Tensor | None = None) -> Tensor:
@@ -56,8 +56,23 @@ class GpuSignedLinear:
         alignment = self._tiles.of_rows(num_rows, BLOCK_M)
         rows_T = torch.arange(num_rows, device=x_TK.device)
         out_TN = torch.empty_like(y_TN)
-        _multiply(self._table, x_TK, rows_T, alignment, out_TN, y_TN)
+        _multiply(self.table, x_TK, rows_T, alignment, out_TN, y_TN)
         return out_TN
+
+
+def add_signs(
+    layers: Sequence[GpuSignedLinear | None], x_TK: Tensor, y_TN: Tensor, alignment: Alignment
+) -> None:
+    """Adds the signs of several adapters to the result of the base model's layer, in place.
+
+    `alignment`: of the rows by adapter, from `align_tiles`; it has no row of an adapter without
+    signs."""
+    known = next(each.table for each in layers if each is not None)
+    absent = torch.zeros_like(known.entries)
+    entries = [absent if each is None else each.table.entries for each in layers]
+    table = replace(known, entries=torch.cat(entries))
+    rows_T = torch.arange(len(x_TK), device=x_TK.device)
+    _multiply(table, x_TK, rows_T, alignment, y_TN, y_TN)
 
 
 class GpuExpertSigns:

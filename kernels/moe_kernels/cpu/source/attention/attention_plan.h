@@ -9,5 +9,6 @@ struct AttentionPlan {  // mirrored in native_attention.py
   int64_t num_tokens, max_pages, page_size, num_heads, num_kv_heads, head_dim, value_dim;
   int64_t rotary_dim, norm, window, chunk, threads;  // window, chunk: 0 means none
   float scale, eps, clip;                            // clip: 0 means none
-  const void* const* own;  // [T, 3] norms of q and k, sinks; null: all tokens have the layer's
+  // [T, 3] norms of q and k, sinks; of latents the latent's norm; null: all tokens have the layer's
+  const void* const* own;
 };

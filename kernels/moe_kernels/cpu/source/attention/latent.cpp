@@ -28,19 +28,20 @@ static void attend_latent(const AttentionPlan& p, HeadRows<T> q_latent, HeadRows
   parallel_for(p.num_tokens, p.num_tokens * p.num_heads >= 256 ? p.threads : 1, [&](int64_t t) {
     float rotated[kMaxHeadDim];
     const T* from = latent + t * latent_step;
+    const T* weight = p.own ? (const T*)p.own[3 * t] : norm;
     R* row = keys + kv_rows[t] * p.head_dim;
     rotate_into(from + p.value_dim, positions[t], rotated);
     if constexpr (kIsQuantised<T, R>) {
       T normed[kMaxHeadDim];
       float wide_latent[kMaxHeadDim];
-      norm_row(from, norm, normed, p.value_dim, p.eps);
+      norm_row(from, weight, normed, p.value_dim, p.eps);
       for (int64_t d = 0; d < p.value_dim; d += kLanes)
         store16(wide_latent + d, load_up_to(normed + d, p.value_dim - d));
       bf16* scales = pages.key_scales + kv_rows[t] * pages.scales_per_row;
       store_quantised(wide_latent, p.value_dim, row, scales);
       store_quantised(rotated, p.rotary_dim, row + p.value_dim, scales + 1);
     } else {
-      norm_row(from, norm, row, p.value_dim, p.eps);
+      norm_row(from, weight, row, p.value_dim, p.eps);
       store_row(rotated, 1.0f, row + p.value_dim, p.rotary_dim);
     }
     for (int64_t h = 0; h < p.num_heads; ++h) {

@@ -6,6 +6,7 @@
 #include "front.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "../scratch.h"
 #include "../threads.h"
@@ -21,23 +22,26 @@ static void front(const Front& f, const Parts<T>& parts, const AttentionPlan* pl
   static thread_local std::vector<const void*> own_weights;
   T* qkv = qkv_scratch.get<T>(num_rows * f.qkv_width);
   T* attended = attended_scratch.get<T>(num_rows * f.attended_width);
-  tuned_norm(f, parts, f.attention_norm, &LayerTune::attention_norm, hidden, x, num_rows, adapters,
-             layer);
+  tuned_norm(f, parts, f.attention_norm, kAttentionNorm, hidden, x, num_rows, adapters, layer);
   parts.linear(f.qkv, x, f.width, nullptr, qkv, num_rows);
-  if (adapters) parts.low_rank(adapters, layer, 0, x, f.width, qkv, f.threads);
-  if (adapters) parts.row_signs(adapters, layer, 0, x, f.width, qkv, f.threads);
-  const AttentionPlan tuned = tuned_plan(f, *plan, own_weights, num_rows, adapters, layer);
+  if (adapters) parts.low_rank(adapters, layer, kQKV, x, f.width, qkv, f.threads);
+  if (adapters) parts.row_signs(adapters, layer, kQKV, x, f.width, qkv, f.threads);
+  AttentionPlan tuned = *plan;
+  if (adapters) own_weights.resize(3 * num_rows);
+  if (own_attended({f.q_norm, f.k_norm, f.sinks}, own_weights.data(), num_rows, adapters, layer))
+    tuned.own = own_weights.data();
   parts.attend(&tuned, qkv, (const T*)f.q_norm, (const T*)f.k_norm, f.sinks, f.cos, f.sin,
                f.query_scale, positions, kv_rows, pages, attended);
   parts.linear(f.output, attended, f.attended_width, hidden, out, num_rows);
-  if (adapters) parts.low_rank(adapters, layer, 1, attended, f.attended_width, out, f.threads);
-  if (adapters) parts.row_signs(adapters, layer, 1, attended, f.attended_width, out, f.threads);
-  tuned_norm(f, parts, f.moe_norm, &LayerTune::moe_norm, out, x, num_rows, adapters, layer);
+  if (adapters) parts.low_rank(adapters, layer, kOutput, attended, f.attended_width, out, f.threads);
+  if (adapters) parts.row_signs(adapters, layer, kOutput, attended, f.attended_width, out, f.threads);
+  tuned_norm(f, parts, f.moe_norm, kMoeNorm, out, x, num_rows, adapters, layer);
   if (!f.router) return;
   float* logits = logits_scratch.get<float>(num_rows * f.num_experts);
   parts.router_linear(f.router, x, f.width, logits, num_rows);
   moe_route(f.route, logits, f.selection_bias, ids, weights, num_rows);
-  tuned_routes(f, parts, x, ids, weights, adapters, layer);
+  own_routes<T>(parts.router_linear, f.route, x, f.width, f.num_experts, f.top_k, ids, weights,
+                adapters, layer);
 }
 
 // out = hidden + (T)(first + second), `second` being optional.
@@ -53,6 +57,20 @@ static void add(const T* hidden, const float* first, const float* second, T* out
     }
   });
 }
+
+// The parts of a layer that fine-tunes replace, for layers that are called part by part.
+#define EXPORT_OWN(T, suffix)                                                                     \
+  void moe_row_norms_##suffix(const RowAdapters* r, int64_t layer, int64_t norm, const T* x,      \
+                              int64_t row_step, T* y, int64_t width, double eps,                  \
+                              int64_t threads) {                                                  \
+    own_norms<T>(moe_rms_norm_##suffix, norm, x, row_step, y, width, eps, threads, r, layer);     \
+  }                                                                                               \
+  void moe_row_routes_##suffix(const RowAdapters* r, int64_t layer, const Router* route,          \
+                               const T* x, int64_t width, int64_t num_experts, int64_t top_k,     \
+                               int64_t* ids, float* weights) {                                    \
+    own_routes<T>(moe_router_linear_##suffix, route, x, width, num_experts, top_k, ids, weights,  \
+                  r, layer);                                                                      \
+  }
 
 #define EXPORT(T, suffix)                                                                         \
   void moe_front_##suffix(const Front* f, const AttentionPlan* plan, const T* hidden,             \
@@ -72,4 +90,12 @@ static void add(const T* hidden, const float* first, const float* second, T* out
 extern "C" {
 EXPORT(bf16, bf16)
 EXPORT(float, f32)
+EXPORT_OWN(bf16, bf16)
+EXPORT_OWN(float, f32)
+
+int64_t moe_row_attended(const RowAdapters* r, int64_t layer, const void* q_norm,
+                         const void* k_norm, const void* sinks, const void** own,
+                         int64_t num_rows) {
+  return own_attended({q_norm, k_norm, sinks}, own, num_rows, r, layer);
+}
 }

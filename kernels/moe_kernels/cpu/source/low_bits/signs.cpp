@@ -39,12 +39,12 @@ static void add_to_rows(const std::vector<SignJob>& jobs, const Row& row, const 
 
 // y[t] += the additions of its adapter to one of a layer's matrices.
 template <class T>
-static void row_signs(const RowAdapters& r, int64_t layer, bool is_output, const T* x,
+static void row_signs(const RowAdapters& r, int64_t layer, int64_t matrix, const T* x,
                       int64_t row_step, T* y, int64_t threads) {
   std::vector<SignJob> jobs;
   for (int64_t a = 0; a < r.num_adapters; ++a) {
     const LayerTune* tune = r.layers[a][layer].tune;
-    const Signs* signs = !tune ? nullptr : is_output ? tune->output : tune->qkv;
+    const Signs* signs = tune ? tune->signs[matrix] : nullptr;
     if (signs) cut(*signs, r.starts[a], r.starts[a + 1] - r.starts[a], jobs);
   }
   add_to_rows(jobs, [&](int64_t i) { return r.order[i]; }, x, row_step, y, threads);
@@ -64,9 +64,9 @@ static void all_signs(const Signs& s, const T* x, int64_t row_step, T* y, int64_
                               int64_t num_rows, int64_t threads) {                                \
     all_signs<T>(*s, x, row_step, y, num_rows, threads);                                          \
   }                                                                                               \
-  void moe_row_signs_##suffix(const RowAdapters* r, int64_t layer, int64_t is_output, const T* x, \
+  void moe_row_signs_##suffix(const RowAdapters* r, int64_t layer, int64_t matrix, const T* x,    \
                               int64_t row_step, T* y, int64_t threads) {                          \
-    row_signs<T>(*r, layer, is_output, x, row_step, y, threads);                                  \
+    row_signs<T>(*r, layer, matrix, x, row_step, y, threads);                                     \
   }
 
 extern "C" {
