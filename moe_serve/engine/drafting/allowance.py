@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-_SHARE = 0.015  # of the time of steps, which the account earns
-_MOST_STEPS, _FIRST_STEPS = 2.0, 1.5  # steps whose time the account holds at most, and at first
+_SHARE = 0.01  # of the time of steps, which the account earns
+_MOST_STEPS, _FIRST_STEPS = 2.0, 1.0  # steps whose time the account holds at most, and at first
 _STOP_STEPS, _MOST_DEBT_STEPS = 1.0, 2.0  # below zero: where all drafting stops, and the least
 _LONGEST_PAUSE = 64  # steps
 _LOOKUP_S = 20e-6  # the time of a lookup before any was measured
@@ -29,15 +29,18 @@ class DraftingAllowance:
 
     @property
     def may_draft(self) -> bool:
-        """True if drafts may be verified."""
-        return self._step_s is None or self._left_s > -_STOP_STEPS * self._step_s
+        """True if sequences that are new or gain may have drafts. Before the first step was
+        measured there is nothing to compare them with.
+        """
+        return self._step_s is not None and self._left_s > -_STOP_STEPS * self._step_s
 
     @property
     def may_look(self) -> bool:
-        """True if all sequences may look. They look in the same steps, because a draft pays best
-        beside others: the first of a step makes it longer by work that the others share.
+        """True if all other sequences may look as well. They look in the same steps, because a
+        draft pays best beside others: the first of a step makes it longer by work that the others
+        share.
         """
-        return self._step_s is None or self._left_s > 0.0
+        return self._left_s > 0.0
 
     @property
     def pause(self) -> int:

@@ -190,9 +190,10 @@ class Drafting:
         self._times.observe(num_rows, seconds, num_drafted=num_drafted)
         seconds_of = self._times.seconds(base)
         step_s, won_s = seconds_of(base), 0.0
-        if num_drafted:  # the averages, as single steps vary
+        if num_drafted:  # single steps vary, and averages miss what is new
+            seconds = (min(seconds, 3 * seconds_of(num_rows)) + seconds_of(num_rows)) / 2
             worth = exp(self._gain / base) + self._num_forced / base
-            won_s = worth * step_s - seconds_of(num_rows)
+            won_s = worth * step_s - seconds
         self._allowance.settle(1, step_s, won_s)
 
     def note_proposals(self, num_sequences: int, proposals: Proposals) -> None:

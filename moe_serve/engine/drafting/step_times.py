@@ -11,8 +11,8 @@ _GROWING, _POWER = 0.3, 0.75  # of the time of a step with r rows: 0.7 + 0.3 r^0
 _NEAR = 0.06  # numbers of rows that differ by at most 6% share an average
 _WEIGHT, _DRAFTED_WEIGHT = 0.05, 0.1  # least weight of a new plain step, and of one with drafts
 _DRIFT = 0.03  # a change of an average that changes the estimates
-_MAX_AGE = 512  # steps after which an average that was not measured again is dropped
-_MOST_OFF = 2.0  # a measurement counts as at most so many times the average; the least likewise
+_MAX_AGE = 512  # steps after which an average that was not measured again counts less
+_MOST_OFF = 3.0  # a measurement counts as at most so many times the average; the least likewise
 
 
 class StepTimes:
@@ -26,15 +26,15 @@ class StepTimes:
     sequences, in powers of two.
 
     Before a measurement the estimate is that of the neighbours, and it counts like one measurement.
-    So drafts are tried, and a single slow or fast step decides little. Old measurements are
-    dropped, as contexts grow and neighbours change.
+    So drafts are tried, and a single slow or fast step decides little. Old measurements fade, as
+    contexts grow and neighbours change.
     """
 
     def __init__(self) -> None:
         self._plain = _Averages(_WEIGHT, None)
         self._drafted: dict[int, _Averages] = {}  # by the bits of the number of sequences
         self._known: dict[int, _Known] = {}  # by the number of sequences, until an average moves
-        self._num_steps = self._num_kept = 0  # so far, and when averages were dropped last
+        self._num_steps = self._num_kept = 0  # so far, and when averages faded last
 
     def observe(
         self, num_rows: int, seconds: float, *, num_drafted: int = 0, num_steps: int = 1
@@ -45,7 +45,7 @@ class StepTimes:
         self._num_steps += num_steps
         if self._num_steps >= self._num_kept + _MAX_AGE:
             for averages in (self._plain, *self._drafted.values()):
-                averages.drop_old(self._num_kept)
+                averages.fade(self._num_kept, self._num_steps)
             self._num_kept = self._num_steps
             self._known.clear()
         ratio = max(seconds, 1e-9) / _relative(num_rows)
@@ -148,8 +148,13 @@ class _Averages:
         row = low.published if self._prior is None else min(self._prior, low.published)
         return low.published * share + row * (1 - share)
 
-    def drop_old(self, oldest: int) -> None:
-        """Drops the averages that were not measured again since a step."""
+    def fade(self, oldest: int, now: int) -> None:
+        """Moves averages that were not measured again since a step halfway to the prior, so that
+        what was dear is tried ever less often. Without a prior they are dropped."""
+        for average in self._averages:
+            if average.measured_at < oldest and self._prior is not None:
+                average.ratio = average.published = math.sqrt(average.ratio * self._prior)
+                average.num_steps, average.measured_at = 0, now
         self._averages = [each for each in self._averages if each.measured_at >= oldest]
 
     def add(self, num_rows: int, ratio: float, num_steps: int, number: int) -> bool:
