@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 _SHARE = 0.01  # of the time of steps, which the account earns
-_MOST_STEPS, _FIRST_STEPS = 2.0, 1.0  # steps whose time the account holds at most, and at first
-_STOP_STEPS, _MOST_DEBT_STEPS = 1.0, 2.0  # below zero: where all drafting stops, and the least
+_MOST_STEPS = 4.0  # steps whose time the account holds at first, and at most
+_STOP_STEPS, _MOST_DEBT_STEPS = 2.0, 6.0  # below zero: where all drafting stops, and the least
 _LONGEST_PAUSE = 64  # steps
 _LOOKUP_S = 20e-6  # the time of a lookup before any was measured
 _COLD = 2.0  # lookups by whose time a step is longer that was behind some: its caches are cold
@@ -18,8 +18,8 @@ class DraftingAllowance:
     The account earns a share of the time of every step. It pays for lookups, and for a step with
     drafts it gains or loses the difference to plain steps that would have come as far. What it
     holds is limited, so drafts that have won for long may not lose for long. If it is empty, only
-    sequences that are new or gain ask for drafts, and none does if it owes the time of a step. So
-    drafts cost little more than the share, whatever the controller expects of them.
+    sequences that are new or gain ask for drafts, and none does if it owes the time of two steps.
+    So drafts cost little more than the share, whatever the controller expects of them.
     """
 
     def __init__(self) -> None:
@@ -44,12 +44,12 @@ class DraftingAllowance:
 
     @property
     def pause(self) -> int:
-        """Returns the number of steps until an empty account has earned enough to ask for drafts
-        again.
-        """
+        """Returns the number of steps until all sequences may look, or until those may draft that
+        gain."""
         if self._step_s is None:
             return 0
-        return min(_LONGEST_PAUSE, max(0, int(-self._left_s / (_SHARE * self._step_s))))
+        debt_s = -self._left_s - (0.0 if self.may_draft else _STOP_STEPS * self._step_s)
+        return min(_LONGEST_PAUSE, max(0, int(debt_s / (_SHARE * self._step_s))))
 
     def pay_lookups(self, num: int, seconds: float) -> float:
         """Pays for lookups that took so many seconds, and returns what they cost. Time far above
@@ -72,7 +72,7 @@ class DraftingAllowance:
         step without drafts, and `won_s` the time by which plain steps would have taken longer for
         the same progress; negative if they would have been faster."""
         if self._step_s is None:
-            self._left_s += _FIRST_STEPS * step_s
+            self._left_s += _MOST_STEPS * step_s
         self._step_s = step_s
         self._add(_SHARE * num_steps * step_s + won_s, step_s)
 

@@ -84,8 +84,7 @@ class Drafting:
         chosen = self._chosen(schedule, most, drafts) if drafts else drafts
         if self._guessing is not None:
             self._note_round(len(schedule), chosen)
-            self._num_sampled = _num_sampled(schedule)
-            num = self._num_sampled
+            num = self._num_sampled = _num_sampled(schedule)
             self.num_guesses = self._guessing.ask(num, self._times.seconds(num))
         return chosen
 
@@ -137,8 +136,7 @@ class Drafting:
             return False
         # the first token will be known then, so it need not be drafted
         behind = {key: each[1:] for key, each in survivals.items() if len(each) > 1}
-        most = len(schedule) * self._max_tokens
-        if choose_lengths(behind, len(schedule), most, seconds_of):
+        if choose_lengths(behind, len(schedule), len(schedule) * self._max_tokens, seconds_of):
             return True
         self._note_vain(schedule, {key: sum(each) for key, each in survivals.items()})
         return False
@@ -162,7 +160,9 @@ class Drafting:
         is_busy = self.num_guesses or self._proposed or not self._is_adaptive
         if is_busy or (self._past is not None and self._past.has_work):
             return 0
-        pause = self._patience.pause(schedule, self._allowance.pause)
+        pause = self._allowance.pause
+        if self._allowance.may_draft:
+            pause = self._patience.pause(schedule, pause)
         if self._guessing is not None:
             seconds_of = self._times.seconds(len(schedule))
             pause = min(pause, self._guessing.pause(len(schedule), seconds_of))
@@ -255,9 +255,6 @@ class Drafting:
             sequence, count = schedule[key]
             if _may_draft(sequence, count):
                 num_lookups += 1
-                shadow = self._shadows.take(sequence)
-                if shadow is not None:
-                    self._acceptance.note(key, shadow.draft, shadow.num_right)
                 draft = self._propose(sequence, looks=True)
                 if draft is not None:
                     drafts[key] = draft
@@ -299,6 +296,9 @@ class Drafting:
         most = min(self._max_tokens, self._stop.num_left(sequence) - 1)
         if most < 1:
             return None
+        shadow = self._shadows.take(sequence)
+        if shadow is not None:
+            self._acceptance.note(sequence.id, shadow.draft, shadow.num_right)
         best, most_expected = None, 0.0
         for draft in self._proposals(sequence, most, looks=looks):
             kept = draft.cut(self._num_useful(sequence, draft))

@@ -11,6 +11,7 @@ _GROWING, _POWER = 0.3, 0.75  # of the time of a step with r rows: 0.7 + 0.3 r^0
 _NEAR = 0.06  # numbers of rows that differ by at most 6% share an average
 _WEIGHT, _DRAFTED_WEIGHT = 0.05, 0.1  # least weight of a new plain step, and of one with drafts
 _DRIFT = 0.03  # a change of an average that changes the estimates
+_LEAST_DRAFTED = 4  # drafted tokens that any step may verify
 _MAX_AGE = 512  # steps after which an average that was not measured again counts less
 _MOST_OFF = 3.0  # a measurement counts as at most so many times the average; the least likewise
 
@@ -70,10 +71,11 @@ class StepTimes:
         return known.__getitem__
 
     def num_known(self, num_sequences: int) -> int:
-        """Returns the number of drafted tokens that a step may verify, so that it has at most twice
-        the rows of those measured. Beyond them the estimate is a guess.
+        """Returns the number of drafted tokens that a step may verify: four, or so many that it has
+        at most twice the rows of those measured. Beyond them the estimate is a guess.
         """
-        return 2 * max(num_sequences, self._drafted_of(num_sequences).most_rows) - num_sequences
+        most_rows = max(num_sequences, self._drafted_of(num_sequences).most_rows)
+        return max(_LEAST_DRAFTED, 2 * most_rows - num_sequences)
 
     def _drafted_of(self, num_sequences: int) -> _Averages:
         key = num_sequences.bit_length()

@@ -169,7 +169,7 @@ def test_drafts_that_won_for_long_may_not_lose_for_long() -> None:
         has_draft = allowance.may_draft
         num_drafts += has_draft
         allowance.settle(1, 0.001, -0.0002 if has_draft else 0.0)
-    assert 0.0002 * num_drafts < 0.0035 + 0.01 * 0.2
+    assert 0.0002 * num_drafts < 0.0065 + 0.01 * 0.2
 
 
 def test_drafts_that_gain_are_never_limited() -> None:
