@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-_NUM_VAIN = 4  # proposals in turn without a gain, before asking pauses
+_NUM_VAIN = 5  # proposals in turn without a gain, before asking pauses: the first is known then
 _HOPELESS = 0.1  # expected tokens below which a proposal was not worth its time
 _MAX_PAUSE, _SHORT_PAUSE = 31, 3  # steps: after hopeless proposals, and after others
 
@@ -35,7 +35,7 @@ class Patience:
 
     def awake(self, sequence_ids: Iterable[int], *, has_time: bool = True) -> list[int]:
         """Counts a step, and returns the sequences that ask for a draft in it. Without `has_time`
-        only those that are new or gain; the others wait, and then ask together.
+        only those that gain or have not paused yet; the others wait, and then ask together.
         """
         self._step += 1
         last, wake_of = self._step if has_time else 0, self._wakes.get
@@ -63,8 +63,6 @@ class Patience:
             wait.pause = min(1 + 2 * wait.pause, most)
         if wait.pause:
             self._wakes[sequence_id] = (self._step // (1 + wait.pause) + 1) * (1 + wait.pause)
-        else:
-            self._wakes[sequence_id] = self._step + 1
 
     def gains(self, sequence_ids: Iterable[int]) -> None:
         """Notes that drafts of these sequences are verified because a gain is expected."""

@@ -243,8 +243,9 @@ def test_plain_steps_and_steps_with_drafts_of_as_many_rows_are_told_apart() -> N
 def test_new_and_gaining_sequences_always_ask_and_others_together() -> None:
     patience = Patience()
     for key in range(6):
-        patience.awake([key])
-        patience.in_vain(key, None)
+        for _ in range(5):
+            assert patience.awake([key], has_time=False), "its first draft is not judged yet"
+            patience.in_vain(key, None)
     patience.gains([3])
     assert patience.awake(range(7), has_time=False) == [3, 6], "one that gains and a new one"
     assert patience.awake(range(6)) == [0, 1, 2, 3, 4, 5]
