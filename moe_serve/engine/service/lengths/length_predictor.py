@@ -18,7 +18,6 @@ from functools import partial
 import numpy as np
 
 from moe_serve.engine.service.lengths.censoring import label
-from moe_serve.engine.service.lengths.coverage import Coverage
 from moe_serve.engine.service.lengths.features import FeatureMaker, RequestFacts
 from moe_serve.engine.service.lengths.forest import Forest
 from moe_serve.engine.service.lengths.length_bins import (
@@ -28,8 +27,8 @@ from moe_serve.engine.service.lengths.length_bins import (
     pinball,
 )
 from moe_serve.engine.service.lengths.length_fit import Fitter, TrainingRows
-from moe_serve.engine.service.lengths.length_guard import LengthGuard
 from moe_serve.engine.service.lengths.past_lengths import PastLengths
+from moe_serve.engine.service.lengths.trust import Coverage, LengthGuard
 
 LEVELS = (0.5, 0.9)
 _RESERVOIR = 20_000

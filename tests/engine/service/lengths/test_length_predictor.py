@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from moe_serve.engine.service.lengths.censoring import first_bin, hazards_of, label, shares_of
-from moe_serve.engine.service.lengths.coverage import Coverage
 from moe_serve.engine.service.lengths.features import FeatureMaker, RequestFacts
 from moe_serve.engine.service.lengths.forest import Forest
 from moe_serve.engine.service.lengths.length_bins import (
@@ -25,9 +24,9 @@ from moe_serve.engine.service.lengths.length_fit import (
     TrainingRows,
     fit,
 )
-from moe_serve.engine.service.lengths.length_guard import LengthGuard
 from moe_serve.engine.service.lengths.length_predictor import LengthPredictor
 from moe_serve.engine.service.lengths.past_lengths import PastLengths
+from moe_serve.engine.service.lengths.trust import Coverage, LengthGuard
 
 BINS = LengthBins(2048)
 
