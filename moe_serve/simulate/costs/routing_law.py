@@ -108,8 +108,8 @@ class RecordedRouting:
         copies_LE = np.zeros((num_layers, num_experts))
         np.add.at(copies_LE, (rows_L1, slots_LP), 1)
         loads_LP = (self._popularity_LE / copies_LE)[rows_L1, slots_LP]
-        loads_LR: NDArray[np.float64] = loads_LP.reshape(num_layers, num_ranks, -1).sum(axis=2)
-        return loads_LR.T
+        loads_RL: NDArray[np.float64] = loads_LP.reshape(num_layers, num_ranks, -1).sum(axis=2).T
+        return loads_RL
 
     def _compute(self, num_rows: int) -> float:
         return float((1 - np.exp(num_rows * self._log_missed_LE)).sum(axis=1).mean())
