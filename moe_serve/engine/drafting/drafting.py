@@ -276,7 +276,7 @@ class Drafting:
         if not self._is_adaptive:
             return schedule
         allowance = self._allowance
-        if not allowance.may_draft:
+        if self._times.is_plain_due or not allowance.may_draft:
             return ()
         return self._patience.awake(schedule, has_time=allowance.may_look)
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 _GROWING, _POWER = 0.3, 0.75  # of the time of a step with r rows: 0.7 + 0.3 r^0.75, relative
 _NEAR = 0.06  # numbers of rows that differ by at most 6% share an average
-_WEIGHT, _DRAFTED_WEIGHT = 0.05, 0.1  # least weight of a new plain step, and of one with drafts
+_WEIGHT, _DRAFTED_WEIGHT = 0.1, 0.1  # least weight of a new plain step, and of one with drafts
 _DRIFT = 0.03  # a change of an average that changes the estimates
+_MOST_DRAFTED = 12  # steps with drafts in turn, before a plain one
 _LEAST_DRAFTED = 4  # drafted tokens that any step may verify
 _MAX_AGE = 512  # steps after which an average that was not measured again counts less
 _MOST_OFF = 3.0  # a measurement counts as at most so many times the average; the least likewise
@@ -36,6 +37,7 @@ class StepTimes:
         self._drafted: dict[int, _Averages] = {}  # by the bits of the number of sequences
         self._known: dict[int, _Known] = {}  # by the number of sequences, until an average moves
         self._num_steps = self._num_kept = 0  # so far, and when averages faded last
+        self._num_plain = 0  # of the steps, up to the last plain one
 
     def observe(
         self, num_rows: int, seconds: float, *, num_drafted: int = 0, num_steps: int = 1
@@ -51,6 +53,8 @@ class StepTimes:
             self._known.clear()
         ratio = max(seconds, 1e-9) / _relative(num_rows)
         if not num_drafted:
+            num_new, self._num_plain = self._num_steps - self._num_plain, self._num_steps
+            num_steps = max(num_steps, num_new // 2)  # it stands for steps with drafts before it
             has_moved = self._plain.add(num_rows, ratio, num_steps, self._num_steps)
         elif self._plain.is_empty:
             has_moved = False  # there is nothing to compare with
@@ -69,6 +73,11 @@ class StepTimes:
             plain, drafted = self._plain.at(num_sequences), self._drafted_of(num_sequences)
             known = self._known[num_sequences] = _Known(num_sequences, plain, drafted)
         return known.__getitem__
+
+    @property
+    def is_plain_due(self) -> bool:
+        """True if a step should have no drafts, so that there is a new one to compare with."""
+        return (self._num_steps - self._num_plain) % (1 + _MOST_DRAFTED) == _MOST_DRAFTED
 
     def num_known(self, num_sequences: int) -> int:
         """Returns the number of drafted tokens that a step may verify: four, or so many that it has
