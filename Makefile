@@ -7,8 +7,11 @@ BIN := $(VENV)/bin
 TORCH := torch>=2.11,<2.14
 # pip compiles on one core, which takes most of the installation. This uses every core, and leaves out
 # what is seldom imported: Python compiles those modules when they are.
-SELDOM := /tests?/|/testing/|/(_inductor|fontTools|models|mypy|networkx|nltk|pip|setuptools|sklearn)/
+SELDOM := /tests?/|/testing/|/(_inductor|backrefs|fontTools|graphql|joblib|lexers|models|mypyc?|narwhals|networkx|nltk|pip|selenium|setuptools|sklearn)/
 COMPILE = $(BIN)/python -m compileall -q -j 0 -x '$(SELDOM)' $(VENV)/lib >/dev/null 2>&1 || true
+# torch and sympy are a quarter of it: another core compiles them while pip installs the rest.
+COMPILE_TORCH = nice $(BIN)/python -m compileall -q -x '$(SELDOM)' \
+  $(VENV)/lib/python*/site-packages/torch $(VENV)/lib/python*/site-packages/sympy >/dev/null 2>&1
 
 .DEFAULT_GOAL := help
 .PHONY: help serve chat doctor test test-fast test-all check docs gpu-bench install install-test clean
@@ -62,12 +65,12 @@ $(VENV)/.base: pyproject.toml
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.base
-	$(BIN)/python -m pip install --quiet --no-compile -e .
+	$(COMPILE_TORCH) & $(BIN)/python -m pip install --quiet --no-compile -e .; status=$$?; wait; exit $$status
 	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.base
-	$(BIN)/python -m pip install --quiet --no-compile -e ".[test]"
+	$(COMPILE_TORCH) & $(BIN)/python -m pip install --quiet --no-compile -e ".[test]"; status=$$?; wait; exit $$status
 	@$(COMPILE)
 	@touch $@ $(VENV)/.installed
 

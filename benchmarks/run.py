@@ -64,6 +64,7 @@ BENCHMARKS = {
     "kv_dtype": "kv_tiers.kv_dtype",
     "mtp": "speculation.mtp",
     "parcels": "cells.parcels",
+    "exchanges": "cells.exchanges",
     "soak": "soak.soak",
     "fault_soak": "soak.fault_soak",
     "cells_soak": "soak.cells_soak",

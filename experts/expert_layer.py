@@ -123,10 +123,6 @@ class LayerBanks:
         """See ExpertLayer.only_bank."""
         return self._banks[0].bank if len(self._banks) == 1 else None
 
-    def bank_of(self, expert: int) -> ExpertBank:
-        """Returns the bank that has an expert, which must be held."""
-        return next(each.bank for each in self._banks if expert in each.experts)
-
     def put(self, bank: ExpertBank, experts: Collection[int]) -> None:
         """Adds a bank with the rank's own experts; it is never dropped."""
         self.add(bank, experts)

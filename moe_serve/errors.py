@@ -195,9 +195,9 @@ class BenchStreamError(BenchError):
     """One answer breaks its protocol; the request counts as failed."""
 
 
-def shortened(text: str, most: int = 80) -> str:
-    """Returns the beginning of a value, for a message that names it."""
-    return text if len(text) <= most else f"{text[:most]}..."
+def shortened(text: str) -> str:
+    """Returns the first 80 characters of a value, for a message that names it."""
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 __all__ = [

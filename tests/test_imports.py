@@ -230,17 +230,21 @@ def modules() -> dict[str, Path]:
 
 def imports(name: str, path: Path) -> Iterator[Import]:
     tree = ast.parse(path.read_text("utf-8"), str(path))
-    inside = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(function)
-    }
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(tree):
+    for node, is_in_function in _statements(tree, False):
         for target in _targets(node, package):
             place = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
-            yield Import(name, target, place, id(node) in inside)
+            yield Import(name, target, place, is_in_function)
+
+
+def _statements(parent: ast.AST, is_in_function: bool) -> Iterator[tuple[ast.AST, bool]]:
+    """Yields the statements below a node, and whether each is in a function. It does not look into
+    expressions, which are most of a tree and import nothing."""
+    is_in_function |= isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef)
+    for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for node in getattr(parent, block, ()):
+            yield node, is_in_function
+            yield from _statements(node, is_in_function)
 
 
 def _targets(node: ast.AST, package: str) -> Iterator[str]:

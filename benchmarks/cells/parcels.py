@@ -5,7 +5,8 @@
 Two processes have the pages of two attention ranks, with the shapes of the 1.26 B benchmark model,
 and no weights. A prompt of 8192 tokens moves as a whole, and then its last chunk alone: the part
 that a hand-over waits for, because the pages before it travel while the prompt is computed. The
-processor time of the two ranks says what the link costs on a machine that has other work, too.
+processor time of the two ranks says what the link costs on a machine that has other work, too; that
+of their main threads is what holds their steps.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import multiprocessing
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -65,32 +66,43 @@ def spec() -> ModelSpec:
     return replace(demo, layers=(replace(demo.layers[0], attention=shape),) * _LAYERS)
 
 
+class RankOfPages:
+    """A rank's pages and parcels, in its own process. Orders come through a pipe."""
+
+    def __init__(self, rank: Rank, pipe: Connection) -> None:
+        torch.set_num_threads(1)
+        self._pipe, self._lock = pipe, threading.Lock()
+        cpu, form = torch.device("cpu"), kv_form(rank.kv_dtype)  # type: ignore[arg-type]
+        cache = KVCache(spec(), rank.num_pages, _PAGE_SIZE, torch.bfloat16, cpu, form)
+        for part in cache.parts:
+            part.fill_(1)
+        home = RankHome("127.0.0.1", cluster_secret("b" * 40, "the benchmark"), self._tell)
+        wire = WirePages(cache, _HEADS)
+        memories = ParcelMemories(rank.setup)
+        self.parcels = RankParcels(memories, wire, _PAGE_SIZE, None, home, b"", _TIMEOUT_S)
+        pipe.send_bytes(_ENCODER.encode(self.parcels.facts))
+
+    def obey(self) -> None:
+        """Waits for an order and obeys it. Raises EOFError when there will be no more."""
+        report = self.parcels.handle(_ORDERS.decode(self._pipe.recv_bytes()))
+        if report is not None:
+            self._tell(report)
+
+    def obey_all(self) -> None:
+        """Obeys orders until there will be no more, and ends the rank."""
+        with contextlib.suppress(EOFError):
+            while True:
+                self.obey()
+        self.parcels.close()
+
+    def _tell(self, report: Report) -> None:
+        with self._lock:
+            self._pipe.send_bytes(_ENCODER.encode(report))
+
+
 def live(rank: Rank, pipe: Connection) -> None:
     """Obeys orders until the pipe closes, as a rank does between its steps."""
-    torch.set_num_threads(1)
-    lock = threading.Lock()
-
-    def tell(report: Report) -> None:
-        with lock:
-            pipe.send_bytes(_ENCODER.encode(report))
-
-    cpu, shape = torch.device("cpu"), spec()
-    form = kv_form(rank.kv_dtype)  # type: ignore[arg-type]
-    cache = KVCache(shape, rank.num_pages, _PAGE_SIZE, torch.bfloat16, cpu, form)
-    for part in cache.parts:
-        part.fill_(1)
-    home = RankHome("127.0.0.1", cluster_secret("b" * 40, "the benchmark"), tell)
-    memories = ParcelMemories(rank.setup)
-    parcels = RankParcels(
-        memories, WirePages(cache, _HEADS), _PAGE_SIZE, None, home, b"", _TIMEOUT_S
-    )
-    pipe.send_bytes(_ENCODER.encode(parcels.facts))
-    with contextlib.suppress(EOFError):
-        while True:
-            report = parcels.handle(_ORDERS.decode(pipe.recv_bytes()))
-            if report is not None:
-                tell(report)
-    parcels.close()
+    RankOfPages(rank, pipe).obey_all()
 
 
 class PipedRanks:
@@ -122,13 +134,20 @@ class PipedRanks:
 
 @contextlib.contextmanager
 def carrier_of(
-    config: CellsConfig, num_pages: int, kv_dtype: str
+    config: CellsConfig,
+    num_pages: int,
+    kv_dtype: str,
+    target: Callable[[Rank, Connection], None] = live,
 ) -> Iterator[tuple[RankCarrier, list[psutil.Process]]]:
-    """Yields the carrier and the processes of the two ranks."""
+    """Yields the carrier and the processes of the two ranks. `target`: what the second one does."""
     context, link = multiprocessing.get_context("spawn"), LinkSetup(config)
     pairs = [context.Pipe() for _ in _PLACES]
     rank = Rank(link.setup, num_pages, kv_dtype)
-    processes = [context.Process(target=live, args=(rank, far)) for _, far in pairs]
+    lives = (live, target)
+    processes = [
+        context.Process(target=each, args=(rank, far))
+        for each, (_, far) in zip(lives, pairs, strict=True)
+    ]
     for process in processes:
         process.start()
     for _, far in pairs:
@@ -175,9 +194,16 @@ def carry(carrier: RankCarrier, num_pages: int, number: int) -> float:
 
 
 def busy_s(processes: list[psutil.Process]) -> list[float]:
-    """Returns the processor time that each process has had."""
-    times = [process.cpu_times() for process in processes]
-    return [float(each.user + each.system) for each in times]
+    """Returns the processor time that each process has had, and then that of each main thread."""
+    whole = [process.cpu_times() for process in processes]
+    mains = [one for each in processes for one in each.threads() if one.id == each.pid]
+    busy = [float(each.user + each.system) for each in whole]
+    return busy + [float(each.user_time + each.system_time) for each in mains]
+
+
+def in_4_mib_ms(seconds_per_gb: float) -> float:
+    """Returns the time of a parcel of 4 MiB."""
+    return seconds_per_gb * 4 * 2**20 / 1e6
 
 
 def main() -> int:
@@ -208,7 +234,8 @@ def main() -> int:
             f"{link}: {whole} pages of {num_bytes} bytes, {rate:.2f} GB/s (best {best:.2f}); "
             f"the last {arguments.chunk} tokens: {1e3 * statistics.median(exposed):.1f} ms "
             f"(best {1e3 * min(exposed):.1f}); processor time {costs[0]:.2f} s/GB at the source, "
-            f"{costs[1]:.2f} at the target"
+            f"{costs[1]:.2f} at the target; of 4 MiB their main threads have "
+            f"{in_4_mib_ms(costs[2]):.1f} and {in_4_mib_ms(costs[3]):.1f} ms"
         )
         report[link] = {
             "page_bytes": num_bytes,

@@ -63,4 +63,3 @@ POLICIES = (
     Policy(name="fifo+refuse", order="fifo", is_strict=True),
     REFUSING,
 )
-EXISTING = ("fifo", "priority")  # need no tiers in the scheduler

@@ -2,7 +2,7 @@
 
 long      a step of its cell read more than 64 tokens of prompts
 short     a step of its cell read fewer, such as the prompt of another stream
-pages     its cell copied KV pages that arrived, between two steps
+pages     its cell took KV pages that arrived, beside the step or before it
 moved     its token came from another cell than the one before
 beside    none of these, but another cell reads a prompt, and shares the cores
 nothing   none of these

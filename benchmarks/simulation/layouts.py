@@ -56,7 +56,6 @@ from simulation.real_run import engine_in_process, serve
 
 ONE, REPLICAS, ROLES = "one process", "2x(1A1E)", "1x(1A1E prefill) 1x(1A1E decode)"
 SINGLE = ("1A1E", "1A2E", "2A1E", "2A2E", "1A1E tp2")
-LAYOUTS = (ONE, *SINGLE, REPLICAS, ROLES)
 SCHEDULER = SchedulerConfig()
 _TAU, _CHOICE = 0.8, 0.03
 

@@ -13,6 +13,9 @@ DeepEP's normal and low-latency modes. They read prompts with latent attention e
 `--fit` fits the six shares to the rows of all types of devices but one, predicts the rows of that
 one, and does so for each type. The last fit, to all rows, is what the files in configs/devices
 have. The bound is the prediction with all shares at 1 and without launches.
+
+The gain of balanced experts is predicted for invented loads with the statistics of DeepSeek-V3
+(placement/inputs.py). The plan is made for the loads that it serves.
 """
 
 from __future__ import annotations
@@ -33,8 +36,9 @@ from moe_serve.simulate.catalogue import find_device, find_model
 from moe_serve.simulate.costs.device import DeviceType, Efficiency, read_device
 from moe_serve.simulate.costs.model_shape import ModelShape, read_model_shape
 from moe_serve.simulate.costs.roofline import RooflineCosts
-from moe_serve.simulate.costs.routing_law import EvenRouting
+from moe_serve.simulate.costs.routing_law import EvenRouting, RecordedRouting, RoutingLaw
 from moe_serve.simulate.layout import Layout
+from placement.inputs import workloads
 
 NODE = 8  # devices
 MEAN_LENGTH = 0.9  # of the longest: InferenceX draws lengths evenly from 0.8 to 1 of the named ones
@@ -142,6 +146,15 @@ HALVES = (
 )
 
 
+REDUNDANT = 32  # further copies of experts in each layer
+NUM_SCENARIOS = 12  # invented loads, half of them of prompts
+# The throughput with experts placed by their loads relative to that without: no row is fitted.
+BALANCED = (
+    _row("LMSYS, prefill EP32 4K", V3, "h100", 32, 1, "prefill", 16384, 4096, 1.49, 2),
+    _row("LMSYS, decode EP72 2K", V3, "h100", 72, 1, "decode", 256, 2050, 2.54, 2),
+)
+
+
 @lru_cache
 def shape_of(model: str) -> ModelShape:
     return read_model_shape(find_model(model), "fp8")
@@ -152,13 +165,20 @@ def device_of(name: str) -> DeviceType:
     return read_device(find_device(name))
 
 
-def predicted(row: PublishedRow, efficiency: Efficiency | None = None) -> float:
-    """Returns the figure of a row in its unit, from the step that it describes."""
+def predicted(
+    row: PublishedRow,
+    efficiency: Efficiency | None = None,
+    routing: RoutingLaw | None = None,
+    num_redundant: int | None = None,
+) -> float:
+    """Returns the figure of a row in its unit, from the step that it describes. `routing` None:
+    all experts are equally popular."""
     layout = Layout.parse("colocated", row.devices, row.shards)
+    layout = replace(layout, num_redundant=num_redundant)
     model, device = shape_of(row.model), device_of(row.device)
     if efficiency is not None:
         device = replace(device, efficiency=efficiency)
-    routing = EvenRouting(model.num_experts, model.top_k)
+    routing = routing or EvenRouting(model.num_experts, model.top_k)
     costs = RooflineCosts(
         model, device, layout, routing, forwards=row.kind == "prefill", expands_latents=True
     )
@@ -253,6 +273,28 @@ def show_halves() -> None:
         )
 
 
+def show_balance() -> None:
+    """Prints the published and the predicted gain of experts that are placed by their loads."""
+    for row in BALANCED:
+        model = shape_of(row.model)
+        num_sparse = sum(layer.num_layers for layer in model.layers if layer.is_sparse)
+        loads = workloads(NUM_SCENARIOS, num_sparse, model.num_experts)
+        of_kind = [i for i, name in enumerate(loads.scenarios) if name.startswith(row.kind)]
+        laws = [RecordedRouting(model.top_k * loads.shares_SLE()[i]) for i in of_kind]
+        gains = [
+            predicted(row, None, law, REDUNDANT) / predicted(row, None, law, None) for law in laws
+        ]
+        gain = statistics.mean(gains)
+        uneven = [statistics.mean([law.imbalance(row.devices, num) for law in laws])
+                  for num in (None, REDUNDANT)]  # fmt: skip
+        print(
+            f"balanced experts, {row.name}: {row.published:g} times the throughput published, "
+            f"{gain:.2f} predicted ({gain / row.published - 1:+.0%}; {min(gains):.2f} to "
+            f"{max(gains):.2f}); the busiest device has {uneven[0]:.2f} times the mean, with "
+            f"{REDUNDANT} copies {uneven[1]:.2f}"
+        )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fit", action="store_true", help="fit, leaving out each type of device")
@@ -262,6 +304,7 @@ def main() -> int:
     else:
         _table({row: predicted(row) for row in ROWS})
         show_halves()
+        show_balance()
         show_day()
     return 0
 

@@ -79,7 +79,6 @@ class Striker:
         self._served = served
         self.struck: list[Struck] = []
         self._frozen: list[tuple[float, psutil.Process]] = []
-        self.num_woken = 0  # frozen processes that were still there
 
     def strike(self, blow: Blow) -> bool:
         """Causes a fault; returns False if the rank has no process at present, or is frozen
@@ -110,7 +109,6 @@ class Striker:
         for process in due:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()
-                self.num_woken += 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,17 +31,22 @@ MACHINES = (
     Machine("rows 0.7 as dear", drafted=0.7),
     Machine("a plain step takes twice as long", plain=2.0, lookup_s=50e-6, further_lookup_s=12e-6),
     Machine("lookups twice as dear", lookup_s=50e-6, further_lookup_s=16e-6),
-    Machine("steps that vary by a tenth", noise=0.1),
-    Machine("steps that vary, and pauses", noise=0.15, pauses=0.02),
     Machine("a first draft that is slow", first_draft_s=500e-6),
-    Machine(
-        "all of that",
-        plain=1.5,
-        lookup_s=50e-6,
-        further_lookup_s=12e-6,
-        first_draft_s=500e-6,
-        noise=0.15,
-        pauses=0.02,
+    Machine("steps that vary by a third, and pauses", noise=0.3, pauses=0.02),
+    *(
+        Machine(
+            f"all of that, and slow spells ({seed})",
+            plain=1.5,
+            lookup_s=50e-6,
+            further_lookup_s=12e-6,
+            first_draft_s=500e-6,
+            drafted=1.2,
+            noise=0.3,
+            pauses=0.02,
+            slower=1.33,
+            seed=seed,
+        )
+        for seed in (7, 8, 9)
     ),
 )
 

@@ -17,8 +17,7 @@ from moe_serve.engine.drafting.draft import DraftProposal, DraftSource
 from moe_serve.engine.drafting.drafting import Drafting
 from moe_serve.engine.drafting.guessing import Guessing
 from moe_serve.engine.drafting.oracle import Oracle
-from moe_serve.engine.execute.head_drafter import HeadDrafter
-from moe_serve.engine.execute.step_drafter import StepDrafter
+from moe_serve.engine.execute.step_drafter import HeadDrafter, StepDrafter
 from moe_serve.engine.execute.verify import Verified
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sequence import Sequence as Answer

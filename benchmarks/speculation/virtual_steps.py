@@ -47,6 +47,7 @@ _ALL = {
     64: (0, 5396, 9034, 12938, 22305, 35882, 70000),
 }
 _PROMPT_ROW_S = 100e-6
+_SPELL = 40  # steps of a slow or fast spell, on average
 _FEW = 8  # steps after which the caches have forgotten how drafts are verified
 
 
@@ -62,7 +63,9 @@ class Machine:
     cold: float = 2.0  # time by which the step behind a lookup is longer, over the first lookup's
     noise: float = 0.0  # deviation of the logarithm of a step's time
     pauses: float = 0.0  # share of the steps that take four times their time
+    slower: float = 1.0  # steps take so many times their time half of the time, in long spells
     first_draft_s: float = 0.0  # a step with drafts takes longer if those before it had none
+    seed: int = 7  # of the noise
 
     def step_s(self, lengths: Sequence[int]) -> float:
         """Returns the time of a decode step. `lengths`: the drafted tokens of its sequences."""
@@ -115,7 +118,7 @@ class RecordedExecutor:
 
     def __init__(self, clock: VirtualClock, machine: Machine) -> None:
         self._clock, self._machine = clock, machine
-        self._random = random.Random(7)
+        self._random, self._is_slow = random.Random(machine.seed), False
         self.answers: Mapping[str, Sequence[int]] = {}
         self.charge: _LookupCharge | None = None
         self._num_plain = _FEW  # steps in turn without drafts
@@ -151,8 +154,11 @@ class RecordedExecutor:
     def _pass(self, seconds: float) -> None:
         machine = self._machine
         if machine.noise:
+            if self._random.random() < 1 / _SPELL:
+                self._is_slow = not self._is_slow
             noisy_s = seconds * self._random.lognormvariate(0.0, machine.noise)
             noisy_s *= 4.0 if self._random.random() < machine.pauses else 1.0
+            noisy_s *= machine.slower if self._is_slow else 1.0
             self.surplus_s += noisy_s - seconds
             seconds = noisy_s
         if self.charge is not None and self.charge.num:

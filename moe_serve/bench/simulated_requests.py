@@ -55,8 +55,8 @@ def service_of(tier: TierConfig, tenant: str, *, is_strict: bool) -> Service:
 
 def _token_ids(maker: PromptMaker, slot: Slot) -> list[int]:
     ids = maker.prompt(slot)
-    assert isinstance(ids, list), "random token ids"
-    return [int(each) for each in ids if isinstance(each, int)]
+    assert isinstance(ids, list) and isinstance(ids[0], int), "random token ids"
+    return ids
 
 
 def record_of(times: RequestTimes) -> RequestRecord:

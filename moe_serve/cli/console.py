@@ -109,7 +109,7 @@ def _discard_output() -> None:
 
 
 @contextlib.contextmanager
-def ending_at_interrupt(status: int = 128 + signal.SIGINT) -> Iterator[None]:
+def ending_at_interrupt() -> Iterator[None]:
     """Makes Ctrl-C end the process at once. Use it while large modules are imported: nothing is
     open then that must be closed, and some modules swallow a KeyboardInterrupt and are broken
     afterwards.
@@ -118,7 +118,7 @@ def ending_at_interrupt(status: int = 128 + signal.SIGINT) -> Iterator[None]:
     if not is_default or threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGINT, lambda *_: os._exit(status))
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ from moe_serve.cli.bench.load_options import (
     LoadOptions,
     TraceOptions,
 )
-from moe_serve.cli.console import wide_console
+from moe_serve.cli.console import interrupted_by_terminate, wide_console
 from moe_serve.cli.options import option
 from moe_serve.config.keys import parse_size
 from moe_serve.errors import ConfigError
@@ -99,6 +99,14 @@ class FleetOptions:
         help=("Number of candidate fleets to check by simulation."),
         rich_help_panel=FLEET,
     )
+    processes: int | None = option(
+        None,
+        min=1,
+        max=256,
+        show_default="as many as cores",
+        help="Number of processes that search and simulate. The plan is the same with any number.",
+        rich_help_panel=FLEET,
+    )
     seed: int = option(
         0,
         min=0,
@@ -146,9 +154,14 @@ def print_fleet_plan(
         raise ConfigError(f"cannot write {options.html}: its folder does not exist.")
     offers = _offers(options, calibration, devices, memory)
     demand = _demand(options, lengths, trace)
-    found = plan_fleet(
-        offers, demand, options.certify, lambda text: typer.echo(f"{text} ...", err=True)
-    )
+    with interrupted_by_terminate():
+        found = plan_fleet(
+            offers,
+            demand,
+            options.certify,
+            lambda text: typer.echo(f"{text} ...", err=True),
+            options.processes,
+        )
     verdict, model = fleet_verdict(found), offers[0].size.name
     if as_json:
         typer.echo(json.dumps(plan_document(found, verdict, model), indent=2))

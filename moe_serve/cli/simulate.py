@@ -47,7 +47,10 @@ def simulate(options: SimulateOptions) -> None:
     check_cells(options)
     costs, workload = costs_of(cluster), _workload(options)
     if options.cells.cells is None:
-        layout = Layout.parse(cluster.layout, cluster.devices, cluster.tensor_shards)
+        layout = replace(
+            Layout.parse(cluster.layout, cluster.devices, cluster.tensor_shards),
+            num_redundant=cluster.redundant_experts,
+        )
     else:
         layout = first_layout(options.cells)
     model = costs.of_layout(layout)

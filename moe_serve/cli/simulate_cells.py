@@ -46,10 +46,11 @@ class ClusterCosts:
 def costs_of(cluster: SimulatedCluster) -> ClusterCosts:
     """Reads the model and the device, or the calibration. Raises ConfigError."""
     if cluster.calibration is not None:
-        if (cluster.model, cluster.device, cluster.routing) != (None, None, None):
+        given = cluster.model, cluster.device, cluster.routing, cluster.redundant_experts
+        if given != (None,) * 4:
             raise ConfigError(
                 "--calibration already describes the model, its experts and this machine: leave "
-                "out --model, --device and --routing."
+                "out --model, --device, --routing and --redundant-experts."
             )
         measured = read_calibration(cluster.calibration)
         if cluster.http and measured.http is None:
@@ -67,6 +68,11 @@ def costs_of(cluster: SimulatedCluster) -> ClusterCosts:
         raise ConfigError("--http belongs to --calibration FILE: no other costs have HTTP.")
     if cluster.model is None or cluster.device is None:
         raise ConfigError("give --model and --device, or --calibration.")
+    if cluster.redundant_experts is not None and cluster.routing is None:
+        raise ConfigError(
+            "--redundant-experts needs the loads of the experts: give --routing FILE, or leave it "
+            "out."
+        )
     shape = read_model_shape(find_model(cluster.model), cluster.precision.value)
     device = read_device(find_device(cluster.device))
     return ClusterCosts(
@@ -86,6 +92,10 @@ def check_cells(options: SimulateOptions) -> None:
             raise ConfigError(
                 f"leave --{name.replace('_', '-')} out: --cells states the devices of every cell."
             )
+    if cluster.redundant_experts is not None:
+        raise ConfigError(
+            "--redundant-experts applies to --layout only: leave it out, or leave --cells out."
+        )
     if cells.own_machines and cluster.calibration is None:
         raise ConfigError(
             "--own-machines only applies to --calibration FILE: give it, or leave --own-machines "

@@ -91,6 +91,14 @@ class SimulatedCluster:
         "experts that a batch activates. Default: all experts are equally popular.",
         rich_help_panel=CLUSTER,
     )
+    redundant_experts: int | None = option(
+        None,
+        min=0,
+        show_default="experts in their order",
+        help="Place the experts by their loads in --routing, with so many further copies in each "
+        "layer, as EPLB does.",
+        rich_help_panel=CLUSTER,
+    )
     scatter: bool = option(
         True,
         help="Let the times of steps vary as they did in the calibration. Applies to layouts with "

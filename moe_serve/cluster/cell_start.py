@@ -17,10 +17,9 @@ from moe_serve.cluster.cells.joined_parts import JoinedParts
 from moe_serve.cluster.cells.parcel_post import ParcelPost
 from moe_serve.cluster.control.secret import ClusterSecret, new_secret, read_secret
 from moe_serve.cluster.members.cluster_model import ClusterModel
-from moe_serve.cluster.members.hand_starter import HandStarter
 from moe_serve.cluster.members.pool_watch import make_watch
 from moe_serve.cluster.members.preflight import JOIN_S
-from moe_serve.cluster.members.rank_starter import LocalStarter
+from moe_serve.cluster.members.rank_starter import HandStarter, LocalStarter
 from moe_serve.cluster.members.roster import RankPhase
 from moe_serve.cluster.parcels.cell_ranks import RosterRanks
 from moe_serve.cluster.parcels.link_setup import LinkSetup

@@ -26,7 +26,7 @@ _TOLD = (
     RANK_LOG,
     "moe_serve.cluster.autoscale",
     "moe_serve.cluster.cells",
-    "moe_serve.cluster.members.hand_starter",
+    "moe_serve.cluster.members.rank_starter",
     "moe_serve.cluster.rebalance",
     "moe_kernels.build",
 )  # always from INFO

@@ -10,11 +10,10 @@ from pathlib import Path
 from moe_serve.cache.kv_cache import KVCache
 from moe_serve.cache.page_bytes import PageBytes
 from moe_serve.cache.prefix_cache import PrefixCache
-from moe_serve.cache.tiers.disk_folder import DiskFolder, StoreIdentity
+from moe_serve.cache.tiers.disk_folder import DiskFolder, StoreIdentity, weights_digest
 from moe_serve.cache.tiers.disk_space import DiskLimits
 from moe_serve.cache.tiers.disk_store import DiskStore
 from moe_serve.cache.tiers.page_cipher import ENCRYPTION, DiskKey
-from moe_serve.cache.tiers.weights_digest import weights_digest
 from moe_serve.clock import REAL_CLOCK
 from moe_serve.config.sections import CacheConfig, EngineConfig
 from moe_serve.engine.opened_model import LoadReport, OpenedModel

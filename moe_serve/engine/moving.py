@@ -51,7 +51,8 @@ class MovingSequences:
     @property
     def running(self) -> Items[Sequence]:
         """The sequences that have a seat and whose requests have not ended."""
-        return [s for s in self._scheduler.running if self.has(s)]
+        known = self._sequences
+        return [s for s in self._scheduler.running if known.get(s.request.request_id) is s]
 
     @property
     def waiting(self) -> Items[Sequence]:

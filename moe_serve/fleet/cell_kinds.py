@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from moe_serve.bench.figures.summary import Slo
@@ -129,6 +129,7 @@ class _Sizer:
     slo: Slo
     num_tokens: int | None  # that the KV pages of a rank hold
     role: CellRole = "both"
+    _known_s: dict[tuple[int, int, int, int], float] = field(default_factory=dict)  # see `chunk_s`
 
     def step_s(self, bucket: Bucket, batch: int) -> float:
         """Predicts the mean step, with the prompts that start."""
@@ -148,12 +149,18 @@ class _Sizer:
 
     def chunk_s(self, bucket: Bucket, batch: int, num_rows: float) -> float:
         """Predicts a step that decodes, and reads so many tokens of a prompt on one rank."""
-        decode = BatchLoad.decode(batch, round(bucket.prompt + bucket.output / 2))
-        rows = round(num_rows)
+        context, rows = round(bucket.prompt + bucket.output / 2), round(num_rows)
         before = round(bucket.prompt - bucket.computed)
-        prompt = BatchLoad.of_parts([before], [rows]) if rows else _NO_LOAD
-        busiest = BatchLoad.together([decode, prompt])
-        return step_seconds_of(self.model, self.layout, self.micro_batches, busiest, decode)
+        key = batch, context, before, rows
+        seconds = self._known_s.get(key)
+        if seconds is None:
+            decode = BatchLoad.decode(batch, context)
+            prompt = BatchLoad.of_parts([before], [rows]) if rows else _NO_LOAD
+            busiest = BatchLoad.together([decode, prompt])
+            seconds = self._known_s[key] = step_seconds_of(
+                self.model, self.layout, self.micro_batches, busiest, decode
+            )
+        return seconds
 
     def is_fast(self, bucket: Bucket, batch: int, headroom: float) -> bool:
         step_s, slo = self.step_s(bucket, batch), self.slo
@@ -218,6 +225,13 @@ def capacity_for(kind: CellKind, bucket: Bucket, slo: Slo) -> float:
 
 def _num_tokens(kind: CellKind, page_size: int = 16) -> int | None:
     return None if kind.num_pages is None else kind.num_pages * page_size
+
+
+def cells_with_role(offer: Offer, demand: Demand, role: CellRole) -> list[CellKind]:
+    """Returns the cells of a role that fit the devices of an offer and meet the limits."""
+    if role == "both":
+        return [*cells_of(offer, demand)]
+    return [*(prefill_cells_of if role == "prefill" else decode_cells_of)(offer, demand)]
 
 
 def cells_of(offer: Offer, demand: Demand) -> Iterator[CellKind]:

@@ -14,6 +14,7 @@ from moe_serve.config.sections import SchedulerConfig
 from moe_serve.fleet.cell_kinds import CellKind
 from moe_serve.fleet.demand import Demand
 from moe_serve.fleet.packing import Fleet, Group
+from moe_serve.fleet.workers import Workers
 from moe_serve.simulate.balancer import ByPromptLength
 from moe_serve.simulate.coordinated.coordinated_cell import CellPlan
 from moe_serve.simulate.coordinated.coordinated_run import CellsSetup
@@ -84,6 +85,32 @@ def certify(fleet: Fleet, demand: Demand) -> Certified:
         meets=summary.goodput.share >= demand.attainment,
         late_role=_late_role(records, demand.slo) if fleet.has_roles else None,
     )
+
+
+class Certifier:
+    """Simulates fleets on a demand, each at most once."""
+
+    def __init__(self, demand: Demand, workers: Workers) -> None:
+        self.demand, self._workers = demand, workers
+
+    @property
+    def num_at_once(self) -> int:
+        """The number of processes that simulate."""
+        return self._workers.count
+
+    def start(self, fleet: Fleet) -> None:
+        """Simulates a fleet as soon as a process is free."""
+        self._workers.start(_key(fleet), certify, fleet, self.demand)
+
+    def result(self, fleet: Fleet) -> Certified:
+        """Waits for the figures of a fleet that was started."""
+        done: Certified = self._workers.result(_key(fleet))
+        return replace(done, fleet=fleet)
+
+
+def _key(fleet: Fleet) -> str:
+    """Returns a text that differs between fleets of one demand, unlike their names."""
+    return repr([(group.name, group.kind.headroom, group.shares) for group in fleet.groups])
 
 
 def _late_role(records: Sequence[RequestRecord], slo: Slo) -> CellRole:

@@ -9,13 +9,21 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from moe_serve.config.cells import CellRole
 from moe_serve.errors import ConfigError
-from moe_serve.fleet.cell_kinds import CellKind, CellStyle, cells_of, pages_of, step_seconds_of
-from moe_serve.fleet.certify import Certified, certify
+from moe_serve.fleet.cell_kinds import (
+    CellKind,
+    CellStyle,
+    cells_with_role,
+    pages_of,
+    step_seconds_of,
+)
+from moe_serve.fleet.certify import Certified, Certifier
 from moe_serve.fleet.demand import Demand
 from moe_serve.fleet.offer import Offer
 from moe_serve.fleet.packing import Fleet, equal_cells, fleet_of, pack
 from moe_serve.fleet.roles import fleets_with_roles
+from moe_serve.fleet.workers import Workers, useful_processes
 from moe_serve.pipeline.costs.step_costs import BatchLoad
 from moe_serve.simulate.layout import Layout
 from moe_serve.simulate.simulation import MEMORY_SHARE
@@ -24,6 +32,7 @@ _KINDS_PACKED = 4  # of each style and type of device
 _MOST_TRIALS = 6  # simulations of fleets with another number of cells
 _MOST_LOAD = 1.3  # of a fleet that is tried: the formulas are that far off for some layouts
 _DEFAULT_BATCH = 64
+_ROLES: tuple[CellRole, ...] = ("both", "decode", "prefill")
 
 Progress = Callable[[str], None]
 
@@ -63,36 +72,68 @@ class FleetPlan:
 
 
 def plan_fleet(
-    offers: Sequence[Offer], demand: Demand, num_certified: int, progress: Progress
+    offers: Sequence[Offer],
+    demand: Demand,
+    num_certified: int,
+    progress: Progress,
+    num_processes: int | None = None,
 ) -> FleetPlan:
-    """Searches, simulates and ranks fleets. Raises ConfigError if no layout fits the devices."""
+    """Searches, simulates and ranks fleets. Raises ConfigError if no layout fits the devices.
+
+    `num_processes`: that search and simulate; None: as many as cores, or one if there is little to
+    do. The plan is the same with any number.
+    """
     _check_context(offers, demand)
-    kinds: list[CellKind] = []
-    for offer in offers:
-        progress(f"searching layouts on {offer.num_devices} x {offer.name}")
-        kinds += cells_of(offer, demand)
-    if not kinds:
-        raise ConfigError(_no_cell(offers, demand))
-    fleets = _candidates(kinds, demand)
-    fleets += fleets_with_roles(offers, demand)
-    fleets.sort(key=lambda fleet: (fleet.price, fleet.step_s))
-    chosen = _chosen(fleets, num_certified)
-    done: list[Certified] = []
-    for number, fleet in enumerate(chosen, 1):
-        progress(f"simulating {number} of {len(chosen)}: {fleet.name}")
-        done.append(certify(fleet, demand))
-    done += _adjusted(done, demand, progress)
+    num_tokens = sum(slot.output_tokens for slot in demand.slots)
+    with Workers(num_processes or useful_processes(num_certified, num_tokens)) as workers:
+        kinds, fleets = _search(offers, demand, workers, progress)
+        chosen = _chosen(fleets, num_certified)
+        alone, why_not = _one_device(offers, kinds, demand)
+        certifier = Certifier(demand, workers)
+        for fleet in chosen if alone is None else (*chosen, alone):
+            certifier.start(fleet)
+        done: list[Certified] = []
+        for number, fleet in enumerate(chosen, 1):
+            progress(f"simulating {number} of {len(chosen)}: {fleet.name}")
+            done.append(certifier.result(fleet))
+        done += _adjusted(done, certifier, progress)
+        progress("simulating one device")
+        one_device = None if alone is None else certifier.result(alone)
     done.sort(key=lambda each: (not each.meets, each.fleet.price, each.fleet.step_s))
-    alone, why_not = _one_device(offers, kinds, demand)
-    progress("simulating one device")
     return FleetPlan(
         demand=demand,
         certified=tuple(done),
         points=tuple(_points(fleets)),
-        one_device=None if alone is None else certify(alone, demand),
+        one_device=one_device,
         why_not=why_not,
         num_cells=len(kinds),
     )
+
+
+def _search(
+    offers: Sequence[Offer], demand: Demand, workers: Workers, progress: Progress
+) -> tuple[list[CellKind], list[Fleet]]:
+    """Returns the cells that do both, and all fleets by formula, the cheapest first. Raises
+    ConfigError if there is no cell."""
+    for role in _ROLES:
+        for offer in offers:
+            workers.start(f"{role} {offer.name}", cells_with_role, offer, demand, role)
+
+    def cells(role: CellRole, offer: Offer) -> list[CellKind]:
+        found: list[CellKind] = workers.result(f"{role} {offer.name}")
+        return [replace(kind, offer=offer) for kind in found]
+
+    kinds: list[CellKind] = []
+    for offer in offers:
+        progress(f"searching layouts on {offer.num_devices} x {offer.name}")
+        kinds += cells("both", offer)
+    if not kinds:
+        raise ConfigError(_no_cell(offers, demand))
+    fleets = _candidates(kinds, demand)
+    decode, prefill = ([k for o in offers for k in cells(role, o)] for role in _ROLES[1:])
+    fleets += fleets_with_roles(prefill, decode, offers, demand)
+    fleets.sort(key=lambda fleet: (fleet.price, fleet.step_s))
+    return kinds, fleets
 
 
 def _check_context(offers: Sequence[Offer], demand: Demand) -> None:
@@ -192,28 +233,34 @@ def _frontier(fleets: Sequence[Fleet]) -> Iterator[Fleet]:
             yield fleet
 
 
-def _adjusted(done: Sequence[Certified], demand: Demand, progress: Progress) -> list[Certified]:
+def _adjusted(
+    done: Sequence[Certified], certifier: Certifier, progress: Progress
+) -> list[Certified]:
     """Simulates larger fleets where cheap ones missed the limits, and smaller ones than those that
     keep them, as long as one may become the cheapest.
 
     The formulas know the mean step, and not bursts. Fleets that moe-serve serves are compared with
-    each other, as they may lose against other servers' layouts.
+    each other, as they may lose against other servers' layouts. Idle processes simulate what may
+    come next.
     """
     known, tried = list(done), {each.fleet.name for each in done}
     for _ in range(_MOST_TRIALS):
         others = [
             fleet
             for each in known
-            if (fleet := _resized(each, demand, _change(each))) is not None
+            if (fleet := _resized(each, certifier.demand, _change(each))) is not None
             and fleet.name not in tried
             and fleet.price < _cheapest(known, each.fleet.is_served)
         ]
         if not others:
             break
-        fleet = min(others, key=lambda f: f.price)
+        others.sort(key=lambda f: f.price)
+        for fleet in others[: certifier.num_at_once]:
+            certifier.start(fleet)
+        fleet = others[0]
         tried.add(fleet.name)
         progress(f"simulating {fleet.name}")
-        known.append(certify(fleet, demand))
+        known.append(certifier.result(fleet))
     return known[len(done) :]
 
 

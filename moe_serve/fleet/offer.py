@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 from moe_serve.errors import ConfigError, shortened
@@ -18,6 +18,23 @@ from moe_serve.simulate.layout import MAX_DEVICES, Layout, ModelSize
 from moe_serve.simulate.simulation import CostedModel, calibrated, on_device
 
 _TERM = re.compile(r"(.+?):([1-9]\d*)(?:@([0-9]+(?:\.[0-9]+)?))?")
+
+
+class LayoutCosts:
+    """Costs each layout once. A copy in another process costs them again."""
+
+    def __init__(self, costed: Callable[[Layout], CostedModel]) -> None:
+        self._costed = costed
+        self._models: dict[Layout, CostedModel] = {}
+
+    def __call__(self, layout: Layout) -> CostedModel:
+        model = self._models.get(layout)
+        if model is None:
+            model = self._models[layout] = self._costed(layout)
+        return model
+
+    def __reduce__(self) -> tuple[type[LayoutCosts], tuple[Callable[[Layout], CostedModel]]]:
+        return LayoutCosts, (self._costed,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +73,6 @@ def read_fleet(text: str, model: ModelShape, routing: Path | None) -> tuple[Offe
         if any(each.name == device.name for each in offers):
             raise ConfigError(f"fleet names {device.name} twice: give each type once.")
 
-        def costed(layout: Layout, device: object = device) -> CostedModel:
-            return on_device(model, device, layout, routing)  # type: ignore[arg-type]
-
         offers.append(
             Offer(
                 name=device.name,
@@ -69,7 +83,7 @@ def read_fleet(text: str, model: ModelShape, routing: Path | None) -> tuple[Offe
                 size=model.size,
                 calibrated_shards=None,
                 held_out=device.held_out,
-                costed=cache(costed),
+                costed=LayoutCosts(partial(on_device, model, device, routing=routing)),
                 page_speed=partial(PageSpeed.of_device, device),
             )
         )
@@ -92,8 +106,10 @@ def calibrated_offer(
         size=alone.size,
         calibrated_shards=calibration.costs.shard_counts,
         held_out=None,
-        costed=cache(
-            lambda layout: calibrated(calibration, layout, shares_machine=False, has_http=True)
-        ),
-        page_speed=lambda _: PageSpeed.calibrated(calibration),
+        costed=LayoutCosts(partial(calibrated, calibration, shares_machine=False, has_http=True)),
+        page_speed=partial(_page_speed, calibration),
     )
+
+
+def _page_speed(calibration: Calibration, num_devices: int) -> PageSpeed:
+    return PageSpeed.calibrated(calibration)

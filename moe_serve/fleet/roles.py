@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moe_serve.cluster.autoscale.plan_table import cells_ratio
-from moe_serve.fleet.cell_kinds import CellKind, decode_cells_of, prefill_cells_of
+from moe_serve.fleet.cell_kinds import CellKind
 from moe_serve.fleet.demand import Demand
 from moe_serve.fleet.offer import Offer
 from moe_serve.fleet.packing import Fleet, Group, num_cells_for
@@ -36,11 +36,14 @@ class CellRatio:
         )
 
 
-def fleets_with_roles(offers: Sequence[Offer], demand: Demand) -> Iterator[Fleet]:
+def fleets_with_roles(
+    prefill: Sequence[CellKind],
+    decode: Sequence[CellKind],
+    offers: Sequence[Offer],
+    demand: Demand,
+) -> Iterator[Fleet]:
     """Yields fleets of the cheapest cells for prompts and for answers, of all layouts and of those
     that moe-serve serves. Both may be on unlike devices, as KV pages travel between them."""
-    prefill = [kind for offer in offers for kind in prefill_cells_of(offer, demand)]
-    decode = [kind for offer in offers for kind in decode_cells_of(offer, demand)]
     seen: set[str] = set()
     for is_served in (False, True):
         for first in _cheapest(prefill, demand, is_served=is_served):

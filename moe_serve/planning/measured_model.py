@@ -15,7 +15,6 @@ from moe_serve.cache.kv_cache import KVCache
 from moe_serve.config.sections import CacheConfig
 from moe_serve.errors import ConfigError
 from moe_serve.model.load.loader import ModelLoader
-from moe_serve.model.load.weight_reader import LoadProgress
 from moe_serve.model.spec import ModelSpec
 from moe_serve.model.stage.attention_stage import AttentionStage
 
@@ -68,15 +67,13 @@ class MeasuredModel:
         return self.cache.num_pages * self.cache.page_size
 
 
-def load_measured_model(
-    folder: Path, device_name: str, num_threads: int | None, progress: LoadProgress | None = None
-) -> MeasuredModel:
+def load_measured_model(folder: Path, device_name: str, num_threads: int | None) -> MeasuredModel:
     """Loads both stages, and sets torch's number of threads in this process, as the engine does.
 
     Raises ConfigError if there is no such device, CheckpointError as the server does.
     """
     device = _device(device_name)
-    loader = ModelLoader(folder, device=device, num_threads=num_threads, progress=progress)
+    loader = ModelLoader(folder, device=device, num_threads=num_threads)
     threads = num_threads or default_num_threads()
     torch.set_num_threads(1 if loader.kernels.has_own_threads else threads)
     spec = loader.spec

@@ -20,7 +20,8 @@ class Layout:
     """`num_cells` cells of `num_attention` attention ranks and `num_experts` expert ranks each.
 
     `num_experts` 0: the experts are spread over the devices of the cell's attention ranks.
-    `num_shards`: devices of an attention rank, among which its heads are split.
+    `num_shards`: devices of an attention rank, among which its heads are split. `num_redundant`:
+    further copies of experts, all placed by the loads of the experts; None: in their order.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Layout:
     num_attention: int
     num_experts: int
     num_shards: int = 1
+    num_redundant: int | None = None
 
     @property
     def is_split(self) -> bool:
@@ -46,6 +48,10 @@ class Layout:
     def num_holders(self) -> int:
         """The number of a cell's devices among which the experts are spread."""
         return self.num_experts or self.num_attention * self.num_shards
+
+    def num_held(self, num_experts: int) -> int:
+        """Returns the most experts of a layer that a device has, with copies."""
+        return -(-(num_experts + (self.num_redundant or 0)) // self.num_holders)
 
     @classmethod
     def parse(cls, text: str, num_devices: int, num_shards: int = 1) -> Layout:
@@ -113,7 +119,7 @@ class ModelSize:
     def device_bytes(self, layout: Layout) -> tuple[int, int]:
         """Returns the weights of a device that holds attention, and of one with experts only."""
         one_expert = self.expert_bytes / self.num_experts  # in all layers
-        experts = int(-(-self.num_experts // layout.num_holders) * one_expert)
+        experts = int(layout.num_held(self.num_experts) * one_expert)
         attention = -(-self.attention_bytes // layout.num_shards)
         return (attention, experts) if layout.is_split else (attention + experts, 0)
 

@@ -78,6 +78,13 @@ def on_device(
             f"layout {layout.name} spreads experts over {layout.num_holders} devices, but "
             f"{model.size.name} has {model.num_experts} experts in a layer."
         )
+    num_slots = model.num_experts + (layout.num_redundant or 0)
+    if layout.num_redundant is not None and num_slots % layout.num_holders:
+        raise ConfigError(
+            f"redundant-experts is {layout.num_redundant}, but then {num_slots} experts of a layer "
+            f"are spread over {layout.num_holders} devices: give a number with which they divide "
+            "evenly."
+        )
     law = (
         EvenRouting(model.num_experts, model.top_k)
         if routing is None

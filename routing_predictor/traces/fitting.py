@@ -33,7 +33,6 @@ class TrainingCourse:
 
     best_loss: float  # on held-out documents
     best_epoch: int
-    num_epochs: int
     is_interrupted: bool
 
 
@@ -60,7 +59,7 @@ def fit(module: nn.Module, task: Task, recipe: Recipe, progress: Progress) -> Tr
         optimiser, recipe.learning_rate, total_steps=recipe.epochs * num_batches + 1
     )
     module.eval()
-    best, best_epoch, epoch, is_interrupted = task.held_out(), 0, 0, False
+    best, best_epoch, is_interrupted = task.held_out(), 0, False
     kept = _copy(module)
     try:
         for epoch in range(1, recipe.epochs + 1):
@@ -84,7 +83,7 @@ def fit(module: nn.Module, task: Task, recipe: Recipe, progress: Progress) -> Tr
         is_interrupted = True
     module.load_state_dict(kept)
     module.eval()
-    return TrainingCourse(best, best_epoch, epoch, is_interrupted)
+    return TrainingCourse(best, best_epoch, is_interrupted)
 
 
 def _copy(module: nn.Module) -> dict[str, Tensor]:

@@ -17,10 +17,10 @@ from moe_serve.cli.launch.launch_options import LaunchOptions, LaunchRequest, la
 from moe_serve.cli.main import main
 from moe_serve.cli.options import build_options, setting_keys
 from moe_serve.cli.serve.serve import ServeOptions
-from moe_serve.cluster.control.rank_name import RankName
+from moe_serve.cluster.control.rank_name import RankName, all_ranks
 from moe_serve.cluster.launch.hosts import own_address
 from moe_serve.cluster.launch.launchers import HostCommand
-from moe_serve.cluster.launch.node_layout import fill_nodes
+from moe_serve.cluster.launch.node_layout import share_out
 from moe_serve.config.keys import config_keys
 from moe_serve.config.sections import Config
 from moe_serve.config.sources import load_config
@@ -284,7 +284,7 @@ def test_deepspeed_is_asked_for_when_it_is_missing(capsys: Capture, tmp_path: Pa
 
 
 def test_node_0_shares_its_cores_among_its_ranks() -> None:
-    config = config_of_node_0(Config(), fill_nodes(1, 3, 2), "10.0.0.1")
+    config = config_of_node_0(Config(), share_out(all_ranks(1, 3), 2), "10.0.0.1")
     assert config.engine.cluster.host == "10.0.0.1"
     assert config.engine.model.num_threads == max(1, (os.cpu_count() or 1) // 2)
 

@@ -7,19 +7,26 @@ from dataclasses import replace
 import pytest
 
 from moe_serve.bench.figures.summary import Slo
-from moe_serve.fleet.cell_kinds import decode_cells_of, prefill_cells_of
+from moe_serve.config.cells import CellRole
+from moe_serve.fleet.cell_kinds import cells_with_role, decode_cells_of, prefill_cells_of
 from moe_serve.fleet.certify import certify
 from moe_serve.fleet.offer import read_fleet
 from moe_serve.fleet.packing import LOAD, Fleet, Group
 from moe_serve.fleet.roles import CellRatio, fleets_with_roles
 from tests.fleet.test_packing import SHAPE, demand
 
+PREFILL: CellRole = "prefill"
+DECODE: CellRole = "decode"
 OFFERS = read_fleet("h100:8@2.50,h20:8@0.90", SHAPE, None)
 
 
 def test_cells_of_a_role_do_the_whole_load_with_as_few_as_its_tokens_take() -> None:
     wanted = demand(60.0)
-    fleets = list(fleets_with_roles(OFFERS, wanted))
+    prefill_kinds, decode_kinds = (
+        [kind for offer in OFFERS for kind in cells_with_role(offer, wanted, role)]
+        for role in (PREFILL, DECODE)
+    )
+    fleets = list(fleets_with_roles(prefill_kinds, decode_kinds, OFFERS, wanted))
     assert any(fleet.is_mixed for fleet in fleets) and any(fleet.is_served for fleet in fleets)
     for fleet in fleets:
         assert [group.kind.role for group in fleet.groups] == ["prefill", "decode"]

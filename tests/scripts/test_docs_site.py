@@ -50,6 +50,16 @@ def test_no_sentence_stands_twice_on_a_page() -> None:
         assert [line for line in prose if prose.count(line) > 1] == [], page.name
 
 
+def test_the_tests_that_pages_name_exist() -> None:
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    found = {path.name for path in files}
+    for path in files:
+        found |= set(re.findall(r"^def (test_\w+)\(", path.read_text("utf-8"), re.MULTILINE))
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        named = set(re.findall(r"`(test_[a-z0-9_]+(?:\.py)?)`", page.read_text("utf-8")))
+        assert named <= found, f"{page.name} names tests that are not there: {named - found}"
+
+
 def test_every_route_is_listed() -> None:
     page, spec = api_reference.render(), api_reference.openapi()
     for path, methods in spec["paths"].items():

@@ -228,5 +228,5 @@ def test_the_room_makes_no_decision_of_the_server() -> None:
     counts = {"has_work", "num_running", "num_waiting", "rank_engines", "start_of"}
     deciders = {"admission", "service"}
     assert used["engine"] <= counts | deciders | {"add", "step", "begin", "wait", "end"}
-    assert used["_moves"] == {"add", "before_step", "after_step", "turn"}
+    assert used["_moves"] == {"add", "before_step", "after_step", "turn", "due_s"}
     assert used["_autoscaler"] == {"wanted"}

@@ -226,8 +226,9 @@ class TritonKernels:
         q_THC = shape_latent(*heads, norm_weight_L, rotary, *places, pages, shape)
         for rows, (own_L, _) in groups:  # over what the base model's norm has left in the pages
             assert own_L is not None, "a norm of latents"
-            own = [each[rows] for each in heads]
-            shape_latent(*own, own_L, rotary, *_places(call, rows), pages, shape)
+            q_latent, q_rope, latent = (each[rows] for each in heads)
+            where = _places(call, rows)
+            shape_latent(q_latent, q_rope, latent, own_L, rotary, *where, pages, shape)
         out_THL = attention(q_THC, pages, plan, plan.shape)
         return out_THL.to(latent_TC.dtype)
 

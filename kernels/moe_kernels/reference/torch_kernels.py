@@ -50,7 +50,7 @@ class TorchExperts:
     """Implements ExpertBank: one MLP per activated expert."""
 
     def __init__(self, experts: Sequence[ExpertMLP | QuantisedMLP | None]) -> None:
-        self._experts = tuple(experts)
+        self._experts = list(experts)
 
     def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         return self.partial(x_TD, expert_ids_TK, weights_TK).float()
@@ -303,24 +303,12 @@ class TorchSlots:
         return TorchSlotBank(self._slots, num_experts)
 
 
-class TorchSlotBank:
-    """Implements SlotBank: as TorchExperts, over slots."""
+class TorchSlotBank(TorchExperts):
+    """Implements SlotBank. The experts change."""
 
     def __init__(self, slots: list[ExpertMLP | QuantisedMLP | None], num_experts: int) -> None:
+        super().__init__([None] * num_experts)
         self._slots = slots
-        self._experts: list[ExpertMLP | QuantisedMLP | None] = [None] * num_experts
 
     def point(self, expert: int, slot: int | None) -> None:
         self._experts[expert] = None if slot is None else self._slots[slot]
-
-    def __call__(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        return self.partial(x_TD, expert_ids_TK, weights_TK).float()
-
-    def partial(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        return routed_experts(x_TD, expert_ids_TK, weights_TK, self._experts)
-
-    def added_partial(
-        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, added: RowAdditions
-    ) -> Tensor:
-        """Implements AddingBank."""
-        return added_sums(self._experts, x_TD, expert_ids_TK, weights_TK, added)

@@ -37,7 +37,7 @@ class _Piece:
 
 class WirePages:
     """Copies pages of one shard's cache to the wire's form, and back. Not for pages that a running
-    step may write to."""
+    step may write to. Pages in main memory may be copied on any thread."""
 
     def __init__(self, cache: KVCache, num_heads: int, shard: int = 0, num_shards: int = 1) -> None:
         """`num_heads`: key/value heads of the whole model, which the shards divide."""
@@ -59,6 +59,10 @@ class WirePages:
             start += all_heads * head_bytes
         self.num_bytes = start  # of a whole page, all shards
         self.geometry = sha256(repr((_FORMAT, cache.page_size, shapes)).encode()).digest()
+
+    @property
+    def is_in_main_memory(self) -> bool:
+        return self._cache.device.type == "cpu"
 
     def save(self, pages: Sequence[int], slots: Sequence[int], memory: NDArray[np.uint8]) -> None:
         """Copies this shard's heads of pages into slots of `memory`, [slots, num_bytes].

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +15,6 @@ from typing import Literal
 import typer
 
 from moe_serve.cli.console import ending_at_interrupt, refuse_a_file
-from moe_serve.cli.launch.join_options import joining_node
 from moe_serve.cli.launch.launch_options import (
     LaunchOptions,
     LaunchRequest,
@@ -21,20 +22,24 @@ from moe_serve.cli.launch.launch_options import (
     wanted_ranks,
 )
 from moe_serve.cli.options import with_options
+from moe_serve.cli.serve.rank_options import RankCounts, RankOptions
 from moe_serve.cli.serve.serve import begin_log
 from moe_serve.cluster.control.secret import new_secret, read_secret
 from moe_serve.cluster.launch.deployment import Deployment, LaunchCommand
 from moe_serve.cluster.launch.emit.kubernetes import kubernetes_files
 from moe_serve.cluster.launch.emit.scripts import shell_files, slurm_files, systemd_files
 from moe_serve.cluster.launch.environment import DEFAULT_PORT
-from moe_serve.cluster.launch.hosts import HostPort, check_slots, read_hostfile
+from moe_serve.cluster.launch.hosts import HostPort, check_slots, parse_endpoint, read_hostfile
 from moe_serve.cluster.launch.launchers import (
     deepspeed_command,
     run_deepspeed,
     run_on_hosts,
     ssh_commands,
 )
+from moe_serve.cluster.launch.node_agent import JoiningNode
 from moe_serve.cluster.launch.node_layout import NodeLayout, share_out
+from moe_serve.cluster.launch.node_places import objection_to_node
+from moe_serve.cluster.members.rank_starter import num_accelerators
 from moe_serve.config.keys import config_keys
 from moe_serve.config.sections import ServerConfig
 from moe_serve.config.sources import LoadedConfig, variable_name
@@ -180,7 +185,7 @@ def launch(options: LaunchOptions) -> None:
     log = {} if run.log_format is None else {"log.format": run.log_format}
     begin_log(log, os.environ, run.config_file)
     if options.nodes.join is not None:
-        node = joining_node(options)
+        node = _joining_node(options)
         # Imported late, as below.
         with ending_at_interrupt():
             from moe_serve.cli.launch.launch_node import join_launch
@@ -230,3 +235,44 @@ def run_from_here(request: LaunchRequest, environ: Mapping[str, str]) -> int:
         folder=os.getcwd(),
     )
     return run_on_hosts(commands)
+
+
+def _joining_node(options: LaunchOptions) -> JoiningNode:
+    """Returns the node that the options add to a running launch. Raises ConfigError."""
+    _check_joining(options)
+    nodes = options.nodes
+    name = socket.gethostname() if nodes.node is None else nodes.node
+    num_places = nodes.places or num_accelerators() or _num_cores()
+    if (why := objection_to_node(name, num_places)) is not None:
+        raise ConfigError(f"{why}; see --node NAME and --places N.")
+    return JoiningNode(
+        name=name,
+        num_places=num_places,
+        coordinator=parse_endpoint(nodes.join or "", "--join"),
+        agent=secrets.token_hex(8),
+    )
+
+
+def _num_cores() -> int:
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+
+
+def _check_joining(options: LaunchOptions) -> None:
+    nodes, start, files = options.nodes, options.start, options.files
+    others = {
+        "--node-rank": nodes.node_rank,
+        "--num-nodes": nodes.num_nodes,
+        "--coordinator": nodes.coordinator,
+        "--cluster": nodes.cluster,
+        "--hostfile": start.hostfile,
+        "--emit": files.emit_kind,
+    }
+    given = [name for name, value in others.items() if value is not None]
+    if options.counts != RankCounts() or options.ranks != RankOptions():
+        given.append("the number of ranks or cells")
+    if given:
+        raise ConfigError(
+            f"--join adds this node to a running launch, which has these settings already: leave "
+            f"out {', '.join(given)}."
+        )

@@ -315,14 +315,14 @@ def _routes(app: FastAPI) -> str:
 
 
 @contextlib.contextmanager
-def offline_app(config: Config, build: BuildEngine = build_any_engine) -> Iterator[FastAPI]:
+def offline_app(config: Config) -> Iterator[FastAPI]:
     """Loads the model, and releases it at the end. Other processes cannot reach it, so it needs no
     key."""
     set_up_logs(config.log)
     config = replace(config, engine=served_engine_config(config.engine))
     files = ModelFiles.load(config)
     with loading_bar(Console(stderr=True)) as progress:
-        built = build(config.engine, progress)
+        built = build_any_engine(config.engine, progress)
     engine = AsyncEngine(built, config.engine.scheduler)
     try:
         server = ServerConfig(  # only settings that shape answers

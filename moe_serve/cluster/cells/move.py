@@ -115,9 +115,9 @@ class CellMove:
     def waits_since(self) -> float | None:
         """Returns since when the oldest parcel has been on its way, the sequence between its
         engines, or pages without room in the carrier; None if nothing waits."""
-        since = [sent.sent_at for sent in self.on_way.values()]
+        first = next(iter(self.on_way.values()), None)  # parcels are in the order of sending
         if self.has_departed:
-            since.append(self.departed_at)
-        elif not since and self.next_place < self.sequence.num_full_pages:
-            since.append(self.moved_at)
-        return min(since, default=None)
+            return self.departed_at if first is None else min(first.sent_at, self.departed_at)
+        if first is not None:
+            return first.sent_at
+        return self.moved_at if self.next_place < self.sequence.num_full_pages else None

@@ -144,8 +144,15 @@ class CellMoves:
         self._open.end_late()
         self._open.end_lost()
         has_placed = self._place_homeless()
-        landing = [m.target for m in self._open if m.is_complete]
-        return has_placed or any(not place.cell.is_out for place in landing)
+        return has_placed or self._open.has_landing
+
+    @property
+    def due_s(self) -> float:
+        """The time at which `turn` should be called although nothing happens before: now if a
+        sequence has no cell or can run in one that is not out, else when the next move is late."""
+        if self._homeless or self._open.homeless or self._open.has_landing:
+            return self._clock()
+        return self._open.late_s
 
     def rank_lost(self, cell: CellLike, rank: str, sequences: Sequence[EngineSequence]) -> None:
         """Ends the moves from and to a rank that is gone, and gives its sequences, which have left

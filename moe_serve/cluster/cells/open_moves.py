@@ -7,6 +7,7 @@ move is in `end` or in `land`, so it happens once.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 from moe_serve.clock import Clock
@@ -157,6 +158,17 @@ class OpenMoves:
         if is_wanted:
             self.homeless.append(move)
 
+    @property
+    def has_landing(self) -> bool:
+        """True if a sequence's pages have all arrived at a cell that is not out."""
+        return any(m.is_complete and not m.target.cell.is_out for m in self._moves.values())
+
+    @property
+    def late_s(self) -> float:
+        """The time at which `end_late` ends the next move, unless something happens before."""
+        since = [each for move in self if (each := move.waits_since()) is not None]
+        return min(since, default=math.inf) + self._timeout_s
+
     def end_late(self) -> None:
         """Ends the moves that have waited for too long."""
         oldest = self._clock() - self._timeout_s
@@ -171,6 +183,8 @@ class OpenMoves:
         """Ends the moves from and to ranks that are gone. A sequence whose pages have all arrived
         does not need its source any more."""
         for move in self:
+            if move.target.is_there and (move.is_complete or move.source.is_there):
+                continue
             places = [move.target] if move.is_complete else [move.source, move.target]
             lost = [place for place in places if not place.is_there]
             for place in lost:

@@ -177,7 +177,10 @@ def work_of(cell: CellLike) -> StepWork:
 
 def is_decoding(sequence: EngineSequence) -> bool:
     """Returns whether a running sequence has read its prompt."""
-    return sequence.num_pending_tokens == 1 and sequence.num_output_tokens > 0
+    num_tokens = len(sequence.token_ids)
+    return (
+        num_tokens - sequence.num_computed_tokens == 1 and num_tokens > sequence.num_prompt_tokens
+    )
 
 
 def _progress(cell: CellLike) -> tuple[int, int]:

@@ -6,11 +6,12 @@ order share a host. A cluster file may list the ranks of each node instead (`clu
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from moe_serve.cluster.control.rank_name import RankName, Role, all_ranks
+from moe_serve.cluster.control.rank_name import RankName, Role
 from moe_serve.errors import ConfigError
 
 _ROLES: tuple[Role, ...] = ("attention", "expert")
@@ -75,40 +76,20 @@ class NodeLayout:
         return ", ".join(parts) or "no rank"
 
 
-def fill_nodes(
-    attention_ranks: int,
-    expert_ranks: int,
-    num_nodes: int,
-    *,
-    ranks_per_node: int | None = None,
-) -> NodeLayout:
+def share_out(ranks: Sequence[RankName], num_nodes: int) -> NodeLayout:
     """Gives each node an even share of consecutive ranks; raises ConfigError.
 
-    2 attention and 3 expert ranks on 2 nodes: a0 a1 e0 | e1 e2. With `ranks_per_node` every node
-    takes that many while there are any: 2 + 3 ranks, 4 to a node, are a0 a1 e0 e1 | e2.
+    2 attention and 3 expert ranks on 2 nodes: a0 a1 e0 | e1 e2.
     """
-    if attention_ranks < 1 or expert_ranks < 1:
-        raise ConfigError(
-            f"{attention_ranks} attention and {expert_ranks} expert ranks cannot serve: a launch "
-            "needs at least one of each."
-        )
-    return share_out(all_ranks(attention_ranks, expert_ranks), num_nodes, ranks_per_node)
-
-
-def share_out(
-    ranks: Sequence[RankName], num_nodes: int, ranks_per_node: int | None = None
-) -> NodeLayout:
-    """Gives each node a share of consecutive ranks, see `fill_nodes`; raises ConfigError."""
     if num_nodes > len(ranks):
         num_attention = sum(rank.role == "attention" for rank in ranks)
         raise ConfigError(
             f"{len(ranks)} ranks ({num_attention} attention, {len(ranks) - num_attention} expert) "
             f"leave {num_nodes - len(ranks)} of {num_nodes} nodes without any; use fewer nodes."
         )
-    if ranks_per_node is not None:
-        return NodeLayout(nodes=_cut(ranks, _full_shares(len(ranks), num_nodes, ranks_per_node)))
     share, more = divmod(len(ranks), num_nodes)
-    return NodeLayout(nodes=_cut(ranks, [share + (node < more) for node in range(num_nodes)]))
+    starts = [node * share + min(node, more) for node in range(num_nodes + 1)]
+    return NodeLayout(nodes=tuple(tuple(ranks[a:b]) for a, b in itertools.pairwise(starts)))
 
 
 def explicit_layout(nodes: Sequence[Sequence[RankName]], source: str) -> NodeLayout:
@@ -131,30 +112,6 @@ def explicit_layout(nodes: Sequence[Sequence[RankName]], source: str) -> NodeLay
     if empty:
         raise ConfigError(f"node {empty[0]} has no rank ({source}); give it one, or leave it out.")
     return NodeLayout(nodes=tuple(tuple(ranks) for ranks in nodes))
-
-
-def _full_shares(num_ranks: int, num_nodes: int, ranks_per_node: int) -> list[int]:
-    if ranks_per_node * num_nodes < num_ranks:
-        raise ConfigError(
-            f"{num_nodes} nodes of {ranks_per_node} ranks hold {num_nodes * ranks_per_node} of "
-            f"{num_ranks} ranks; use more nodes."
-        )
-    shares = [
-        max(0, min(ranks_per_node, num_ranks - node * ranks_per_node)) for node in range(num_nodes)
-    ]
-    if not shares[-1]:
-        raise ConfigError(
-            f"{num_ranks} ranks, {ranks_per_node} to a node, leave {shares.count(0)} of "
-            f"{num_nodes} nodes without any; use fewer nodes."
-        )
-    return shares
-
-
-def _cut(ranks: Sequence[RankName], shares: Sequence[int]) -> tuple[tuple[RankName, ...], ...]:
-    starts = [sum(shares[:node]) for node in range(len(shares))]
-    return tuple(
-        tuple(ranks[start : start + share]) for start, share in zip(starts, shares, strict=True)
-    )
 
 
 def _spans(numbers: Sequence[int]) -> list[str]:

@@ -66,9 +66,10 @@ class PageCarrier(Protocol):
     """Carries parcels between the attention ranks of all cells. Used by the engine's thread.
 
     Nothing here waits: `send` gives orders, and `take_ended` returns what has ended since. Orders
-    to a rank are handled in the order in which they were sent, between the rank's steps. So pages
-    that the last step that was sent before has written are sent with their final values, and a step
-    sent after `take_ended` returned a parcel reads its pages.
+    to a rank take effect in the order in which they were sent. So pages that the last step that was
+    sent before has written are sent with their final values, and a step sent after `take_ended`
+    returned a parcel reads its pages. A rank may take a parcel beside later steps, but an order
+    that names the parcel's pages waits for it.
     """
 
     @property

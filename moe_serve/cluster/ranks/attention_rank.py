@@ -213,6 +213,8 @@ class AttentionRank:
 
     def handle(self, order: object) -> Report | None:
         """Handles one order of the coordinator; returns the answer, if there is one."""
+        if isinstance(order, RunStep | QueryPages) and self._parcels is not None:
+            self._parcels.before(order)
         if isinstance(order, RunStep):
             return self._run(order)
         if isinstance(order, QueryPages):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -10,7 +10,7 @@ import msgspec
 
 from moe_serve.cache.transfer.parcel_memory import ParcelMemory, open_parcel_memory
 from moe_serve.cache.transfer.wire_pages import WirePages, checksum
-from moe_serve.cluster.control.messages import Report
+from moe_serve.cluster.control.messages import QueryPages, Report, RunStep
 from moe_serve.cluster.control.parcel_messages import (
     ForgetPages,
     MemoryPath,
@@ -28,7 +28,7 @@ from moe_serve.cluster.ranks.attention_shards import AttentionShards
 from moe_serve.cluster.ranks.nixl_link import NixlLink
 from moe_serve.cluster.ranks.parcel_port import ParcelPort
 from moe_serve.cluster.ranks.parcel_senders import ParcelSenders
-from moe_serve.cluster.ranks.shard_parcels import ShardParcels
+from moe_serve.cluster.ranks.shard_parcels import ParcelTaker, ShardParcels
 from moe_serve.errors import ConfigError
 
 
@@ -69,7 +69,12 @@ class ParcelMemories:
 
 
 class RankParcels:
-    """Leads the shards of a rank: all of them carry out an order before it is answered."""
+    """Leads the shards of a rank: all of them carry out an order before it is answered.
+
+    A rank of one process whose pages are in main memory takes parcels beside its steps. Others take
+    them between two steps: shards must agree, and on a GPU a thread would disturb the recording of
+    steps.
+    """
 
     def __init__(
         self,
@@ -93,6 +98,8 @@ class RankParcels:
             has_memory=memories.common is not None,
             host=home.host,
         )
+        is_alone = shards is None and wire.is_in_main_memory
+        self._taker = ParcelTaker(self._parcels, home.tell) if is_alone else None
         self._port: ParcelPort | None = None
         self._senders: ParcelSenders | NixlLink | None = None
         own = self._parcels.own
@@ -104,6 +111,11 @@ class RankParcels:
             self._port = ParcelPort(home.host, home.secret, identity, own, timeout_s, home.tell)
             self._senders = ParcelSenders(home.secret, identity, own, timeout_s, home.tell)
             self.facts = msgspec.structs.replace(self.facts, port=self._port.port)
+
+    def before(self, order: RunStep | QueryPages) -> None:
+        """Waits for the parcels that are being taken into pages that an order names."""
+        if self._taker is not None and self._taker.is_busy:
+            self._taker.settle(_named_pages(order))
 
     def handle(self, order: ParcelOrder) -> ParcelReport | None:
         """Handles an order between two steps. Raises ShardLostError."""
@@ -123,9 +135,13 @@ class RankParcels:
             self._senders.close()
         if self._port is not None:
             self._port.close()
+        if self._taker is not None:
+            self._taker.close()
         self._memories.close()
 
     def _send(self, order: SendPages) -> PagesSent | None:
+        if self._taker is not None:
+            self._taker.settle(order.pages)
         if self._shards is not None:
             self._shards.parcel(order)
         self._parcels.save(order)
@@ -138,16 +154,33 @@ class RankParcels:
         self._senders.send(order)  # the rest is done beside the next steps
         return None
 
-    def _take(self, order: TakePages) -> PagesTaken:
-        if self._shards is not None:
-            self._shards.parcel(order)
+    def _take(self, order: TakePages) -> PagesTaken | None:
+        if self._taker is not None:
+            self._taker.take(order)
+            return None
+        if self._shards is None:
+            return PagesTaken(ticket=order.ticket, why=self._parcels.take(order))
+        self._shards.parcel(order)
         why = self._parcels.load(order)
-        is_sound = not why
-        if self._shards is not None:
-            is_sound = self._shards.all_set([is_sound])[0]
-        if not is_sound:
-            if self._shards is not None:
-                self._shards.clear(order.pages)
+        if not self._shards.all_set([not why])[0]:
+            self._shards.clear(order.pages)
             self._parcels.clear(order.pages)
             why = why or "another shard of the rank refused them"
         return PagesTaken(ticket=order.ticket, why=why)
+
+
+def _named_pages(order: RunStep | QueryPages) -> Iterator[int]:
+    """Yields the pages that an order names. A step may use other ones, which orders before it have
+    named."""
+    for work in order.page_work:
+        yield from work.clear
+        for pair in work.copy:
+            yield from pair
+        yield from (page for page, _ in work.save)
+        yield from (page for _, page in work.load)
+    if isinstance(order, QueryPages):
+        yield from order.pages
+        return
+    for batch in order.micro_batches:
+        for piece in batch:
+            yield from piece.pages

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import queue
+import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +14,19 @@ from numpy.typing import NDArray
 from moe_serve.cache.shared_memory import as_slots
 from moe_serve.cache.transfer.parcel_memory import open_parcel_memory
 from moe_serve.cache.transfer.wire_pages import WirePages
-from moe_serve.cluster.control.parcel_messages import MemoryPath, SendPages, TakePages
+from moe_serve.cluster.control.parcel_messages import (
+    MemoryPath,
+    PagesTaken,
+    ParcelReport,
+    SendPages,
+    TakePages,
+)
+from moe_serve.errors import ChannelClosedError
+
+_CLOSE_S = 1.0
+TAKES_PARCELS = " takes parcels"  # the end of the name of a thread
+
+_log = logging.getLogger(__name__)
 
 Slots = NDArray[np.uint8]  # [slots, bytes of a page on the wire]
 
@@ -43,6 +58,17 @@ class ShardParcels:
         self._wire.load(order.pages, data)
         return "" if self._wire.are_finite(order.pages) else "some of their values are not finite"
 
+    def take(self, order: TakePages) -> str:
+        """Loads a parcel, or zeroes its pages. Returns why they may not be used, or ""."""
+        try:
+            why = self.load(order)
+        except Exception as error:
+            _log.exception("a parcel could not be taken")
+            why = f"{type(error).__name__}: {error}"
+        if why:
+            self.clear(order.pages)
+        return why
+
     def _staged_copy(self, order: TakePages) -> tuple[Slots, int]:
         """Copies slots to memory of this process; returns that, and the checksum of it."""
         slots, count = self.slots(is_common=order.is_common), len(order.slots)
@@ -62,6 +88,66 @@ class ShardParcels:
         slots = self.common if is_common else self.own
         assert slots is not None, f"this shard has no such memory ({is_common=})"
         return slots
+
+
+class ParcelTaker:
+    """Takes parcels on a thread of its own, beside the steps of the rank.
+
+    The pages of a parcel belong to this thread until it has answered. An order that names one of
+    them waits (`settle`), so it finds what it would find if parcels were taken between orders.
+    """
+
+    def __init__(self, parcels: ShardParcels, tell: Callable[[ParcelReport], None]) -> None:
+        """`tell` is called on the thread. The other methods belong to the thread that handles
+        orders."""
+        self._parcels, self._tell = parcels, tell
+        self._waiting: queue.SimpleQueue[TakePages | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()  # guards the next two
+        self._pages: dict[int, Sequence[int]] = {}  # of parcels without an answer, by ticket
+        self._has_ended = False
+        name = threading.current_thread().name + TAKES_PARCELS
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._pages)
+
+    def take(self, order: TakePages) -> None:
+        """Takes a parcel after those before it. PagesTaken is reported when that is done."""
+        with self._changed:
+            if self._has_ended:
+                return  # nobody hears the rank any more
+            self._pages[order.ticket] = order.pages
+        self._waiting.put(order)
+
+    def settle(self, pages: Iterable[int]) -> None:
+        """Waits until no parcel is being taken into one of these pages."""
+        named = set(pages)
+        with self._changed:
+            while any(not named.isdisjoint(each) for each in self._pages.values()):
+                self._changed.wait()
+
+    def close(self) -> None:
+        """Ends the thread after the parcels that it was given."""
+        self._waiting.put(None)
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        try:
+            while (order := self._waiting.get()) is not None:
+                why = self._parcels.take(order)
+                with self._changed:
+                    del self._pages[order.ticket]
+                    self._changed.notify_all()
+                self._tell(PagesTaken(ticket=order.ticket, why=why))
+        except ChannelClosedError:
+            pass  # the rank ends
+        finally:
+            with self._changed:
+                self._has_ended = True
+                self._pages.clear()
+                self._changed.notify_all()
 
 
 def _opened(memory: MemoryPath | None, page_bytes: int) -> Slots | None:

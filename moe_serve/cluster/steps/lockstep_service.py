@@ -20,8 +20,8 @@ from moe_serve.engine.service.step_model import StepWork
 class LockstepService:
     """The service of a cluster's engines, which share one `state`."""
 
-    def __init__(self, state: ServiceState, page_size: int = 16) -> None:
-        self.state, self._page_size = state, page_size
+    def __init__(self, state: ServiceState) -> None:
+        self.state = state
         self._ended_at = 0.0
 
     def share_budget(self, engines: Iterable[Engine]) -> None:
@@ -37,7 +37,7 @@ class LockstepService:
         wanted = [service.num_prompt_tokens for service in services]
         slack_s = min([each for each in slacks if each is not None], default=None)
         total = budget.prompt_tokens(rows, slack_s, max(1, sum(wanted)))
-        for queue, limit in zip(queues, shared_out(total, wanted, self._page_size), strict=True):
+        for queue, limit in zip(queues, shared_out(total, wanted, budget.page_size), strict=True):
             queue.prompt_limit = limit
 
     def choose(self, engines: Mapping[str, Engine], sequence: Sequence) -> Engine:

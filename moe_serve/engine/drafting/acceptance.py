@@ -22,6 +22,7 @@ _LEAST_SURVIVAL = 0.03  # a draft is cut where it is less probable to be accepte
 _MOST_SURVIVAL = 0.999
 _MOST_FACTOR = 1.2  # by which a request's drafts may be better than those of all
 _CERTAIN, _MUCH = 0.95, 32  # prior of drafts from a text behind so many tokens that agreed
+_FIRST_LENGTH = 2  # tokens of a request's first draft from a text
 _TEXTS = (DraftSource.NGRAM, DraftSource.SUFFIX, DraftSource.PREDICTION)
 # acceptance of a token whose predecessors were accepted, before any was counted
 _PRIORS = {
@@ -84,6 +85,7 @@ class _Luck:
 
     expected: float = _REQUEST_PRIOR  # accepted tokens if it were like all requests
     accepted: float = _REQUEST_PRIOR
+    most: int = _FIRST_LENGTH  # tokens of its next draft, if it is from a text
 
     @property
     def factor(self) -> float:
@@ -126,6 +128,16 @@ class Acceptance:
             return [survival for survival in survivals if survival >= _LEAST_SURVIVAL]
         return survivals
 
+    def most(self, sequence_id: int, draft: Draft) -> int:
+        """Returns the number of tokens of the draft that may be verified. The first draft of a
+        request from a text has two at most, and each that was right makes the next twice as long.
+        So a text that has just ceased to repeat costs little.
+        """
+        if draft.source not in _TEXTS:
+            return len(draft.token_ids)
+        luck = self._lucks.get(sequence_id, {}).get(draft.source)
+        return _FIRST_LENGTH if luck is None else luck.most
+
     def note(self, sequence_id: int, draft: Draft, num_accepted: int) -> None:
         """Counts a draft that was verified. `num_accepted` of its tokens were published."""
         lucks = self._lucks.setdefault(sequence_id, {})
@@ -133,6 +145,8 @@ class Acceptance:
         if luck is None:
             luck = lucks[draft.source] = _Luck()
         own, decay = (1 - _REQUEST_DECAY) * _REQUEST_PRIOR, _REQUEST_DECAY
+        if num_accepted == len(draft.token_ids):
+            luck.most = max(luck.most, 2 * num_accepted)
         luck.accepted = luck.accepted * decay + own + num_accepted
         luck.expected = luck.expected * decay + own
         if draft.confidences:

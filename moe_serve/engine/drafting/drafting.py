@@ -29,7 +29,6 @@ Survivals = dict[int, list[float]]  # by sequence id; see `Acceptance.survivals`
 _ENOUGH = 0.6  # share of the longest draft
 _CERTAIN = 0.95  # survival of the last token of a draft that a grammar forces
 _WARM = 0.85  # temperature
-_MOST_SLOWER = 2.0  # a step with drafts is charged at most this times its expected time
 
 
 class Drafting:
@@ -68,7 +67,8 @@ class Drafting:
         self._acceptance, self._patience, self._times = Acceptance(), Patience(), StepTimes()
         self._allowance, self._shadows = DraftingAllowance(), Shadows()
         self._proposed = NO_PROPOSALS.of  # of the last step
-        self._num_accepted = 0  # in the running step
+        self._looked_s = 0.0  # by which lookups made the running step longer
+        self._gain, self._num_forced = 0.0, 0  # of the running step, see `note_step`
         self._survivals: Survivals | None = None  # of the drafts that `choose` found
         self._counter = DraftCounter()
 
@@ -79,13 +79,13 @@ class Drafting:
 
     def choose(self, schedule: Schedule, most: int) -> dict[int, Draft]:
         """Returns the drafts to verify in a step of at most `most` more rows, by sequence id."""
-        self._num_accepted, self._survivals = 0, {}
+        self._gain, self._num_forced, self._looked_s, self._survivals = 0.0, 0, 0.0, {}
         drafts = self._find(schedule)
         chosen = self._chosen(schedule, most, drafts) if drafts else drafts
         if self._guessing is not None:
             self._note_round(len(schedule), chosen)
-            self._num_sampled = _num_sampled(schedule)
-            self.num_guesses = self._guessing.ask(self._num_sampled, self._times.seconds)
+            num = self._num_sampled = _num_sampled(schedule)
+            self.num_guesses = self._guessing.ask(num, self._times.seconds(num))
         return chosen
 
     def _chosen(self, schedule: Schedule, most: int, drafts: dict[int, Draft]) -> dict[int, Draft]:
@@ -95,19 +95,20 @@ class Drafting:
             return {key: draft.cut(length) for key, draft in drafts.items() if length}
         survivals = self._survivals = self._survivals_of(drafts)
         clock, patience = self._clock(), self._patience
-        lengths = choose_lengths(survivals, len(schedule), most, self._times.seconds)
+        seconds_of = self._times.seconds(len(schedule))
+        lengths = choose_lengths(survivals, len(schedule), most, seconds_of)
         certain = {
             key: len(survivals[key])
             for key, draft in drafts.items()
             if draft.source is DraftSource.GRAMMAR and survivals[key][-1:] > [_CERTAIN]
         }
         if certain:
-            lengths = with_certain(lengths, certain, len(schedule), most, self._times.seconds)
-        rest, num_left = drafts.keys() - lengths.keys(), most - sum(lengths.values())
+            lengths = with_certain(lengths, certain, len(schedule), most, seconds_of)
+        longest = self._times.num_known(len(schedule)) // max(1, len(lengths))
+        for key, length in lengths.items():
+            most = self._acceptance.most(key, drafts[key])
+            lengths[key] = min(length, most, max(1, longest))
         patience.gains(lengths)
-        if rest and num_left and self._allowance.has_spare_rows:
-            for key in patience.retries(rest, min(num_left, 1 + len(schedule) // 16)):
-                lengths[key] = 1
         rest = drafts.keys() - lengths.keys()
         self._note_vain(schedule, {key: sum(survivals[key]) for key in rest})
         for key in rest:
@@ -128,16 +129,14 @@ class Drafting:
         survivals, self._survivals = self._survivals, None
         if survivals is None:  # this step began ahead itself
             survivals = self._survivals_of(self._find(schedule))
-        if self._guessing is not None and self._guessing.is_due(len(schedule), self._times.seconds):
+        seconds_of = self._times.seconds(len(schedule))
+        if self._guessing is not None and self._guessing.is_due(len(schedule), seconds_of):
             return True
         if not survivals:
             return False
         # the first token will be known then, so it need not be drafted
         behind = {key: each[1:] for key, each in survivals.items() if len(each) > 1}
-        most = len(schedule) * self._max_tokens
-        if choose_lengths(behind, len(schedule), most, self._times.seconds):
-            return True
-        if self._allowance.has_spare_rows and self._patience.is_any_due(survivals):
+        if choose_lengths(behind, len(schedule), len(schedule) * self._max_tokens, seconds_of):
             return True
         self._note_vain(schedule, {key: sum(each) for key, each in survivals.items()})
         return False
@@ -146,7 +145,10 @@ class Drafting:
         """Learns from a draft that was verified. `num_accepted` of its tokens were published."""
         result = DraftResult(draft.source.value, len(draft.token_ids), num_accepted)
         self._acceptance.note(sequence_id, draft, num_accepted)
-        self._num_accepted += num_accepted
+        if draft.source is DraftSource.GRAMMAR:
+            self._num_forced += num_accepted
+        else:
+            self._gain += log1p(num_accepted)
         if num_accepted:
             self._patience.accepted(sequence_id)
         self._counter.note(result)
@@ -158,15 +160,19 @@ class Drafting:
         is_busy = self.num_guesses or self._proposed or not self._is_adaptive
         if is_busy or (self._past is not None and self._past.has_work):
             return 0
-        pause = self._patience.pause(schedule, self._allowance.pause)
+        pause = self._allowance.pause
+        if self._allowance.may_draft:
+            pause = self._patience.pause(schedule, pause)
         if self._guessing is not None:
-            pause = min(pause, self._guessing.pause(len(schedule), self._times.seconds))
+            seconds_of = self._times.seconds(len(schedule))
+            pause = min(pause, self._guessing.pause(len(schedule), seconds_of))
         return pause
 
-    def note_quiet(self, num_rows: int, num_steps: int) -> None:
-        """Counts steps that did not call `choose` because of `pause`."""
+    def note_quiet(self, num_rows: int, num_steps: int, seconds: float) -> None:
+        """Counts steps that did not call `choose` because of `pause`, and took so long together."""
         self._patience.skip(num_steps)
-        self._allowance.settle(num_steps, self._times.seconds(num_rows), 0.0, 0.0)
+        self._times.observe(num_rows, seconds / num_steps, num_steps=num_steps)
+        self._allowance.settle(num_steps, self._times.seconds(num_rows)(num_rows), 0.0)
         if self._guessing is not None:
             self._guessing.rested(num_rows, num_steps)
 
@@ -174,21 +180,21 @@ class Drafting:
         self, num_rows: int, num_drafted: int, seconds: float, *, reads_prompt: bool
     ) -> None:
         """Learns the time of a step without that of its guesses. `num_drafted` of its rows were
-        drafted."""
+        drafted. The step is worth the time of exp(mean of log(1 + accepted)) plain steps, as in
+        `choose_lengths`, and forced tokens are worth their rows in addition.
+        """
         if reads_prompt:
             self._allowance.earn(seconds)
             return
-        num_steps = self._times.observe(num_rows, seconds, has_drafts=num_drafted > 0)
-        if not num_steps:
-            return
-        seconds_of, base = self._times.seconds, num_rows - num_drafted
-        step_s, saved_s, lost_s = seconds_of(base), 0.0, 0.0
-        if num_drafted:
-            longest_s = _MOST_SLOWER * seconds_of(num_rows)
-            row_s = (min(seconds, longest_s) - step_s) / num_drafted
-            saved_s = self._num_accepted * max(0.0, step_s / base - row_s)
-            lost_s = (num_drafted - self._num_accepted) * max(0.0, row_s)
-        self._allowance.settle(num_steps, step_s, saved_s, lost_s)
+        base, seconds = num_rows - num_drafted, max(0.5 * seconds, seconds - self._looked_s)
+        self._times.observe(num_rows, seconds, num_drafted=num_drafted)
+        seconds_of = self._times.seconds(base)
+        step_s, won_s = seconds_of(base), 0.0
+        if num_drafted:  # single steps vary, and averages miss what is new
+            seconds = (min(seconds, 3 * seconds_of(num_rows)) + seconds_of(num_rows)) / 2
+            worth = exp(self._gain / base) + self._num_forced / base
+            won_s = worth * step_s - seconds
+        self._allowance.settle(1, step_s, won_s)
 
     def note_proposals(self, num_sequences: int, proposals: Proposals) -> None:
         """Keeps the proposals of grammars and of a network after a step of so many sequences, for
@@ -232,7 +238,8 @@ class Drafting:
         added = sum(log1p(self._acceptance.expected(key, d)) for key, d in guesses.items())
         all_rows = num_rows + sum([len(draft.token_ids) for draft in chosen.values()])
         other_rows = all_rows - sum([len(draft.token_ids) for draft in guesses.values()])
-        rows_time = self._times.seconds(all_rows) / self._times.seconds(other_rows)
+        seconds_of = self._times.seconds(num_rows)
+        rows_time = seconds_of(all_rows) / seconds_of(other_rows)
         guessing.note_round(num_asked, exp(added / num_rows), rows_time)
 
     def _find(self, schedule: Schedule) -> dict[int, Draft]:
@@ -248,9 +255,6 @@ class Drafting:
             sequence, count = schedule[key]
             if _may_draft(sequence, count):
                 num_lookups += 1
-                shadow = self._shadows.take(sequence)
-                if shadow is not None:
-                    self._acceptance.note(key, shadow.draft, shadow.num_right)
                 draft = self._propose(sequence, looks=True)
                 if draft is not None:
                     drafts[key] = draft
@@ -264,7 +268,7 @@ class Drafting:
                 if draft is not None:
                     drafts[key] = draft
         now = self._clock()
-        self._allowance.pay_lookups(num_lookups, now - clock)
+        self._looked_s = self._allowance.pay_lookups(num_lookups, now - clock)
         self._counter.note_seconds(now - begun_at)
         return drafts
 
@@ -272,9 +276,9 @@ class Drafting:
         if not self._is_adaptive:
             return schedule
         allowance = self._allowance
-        if not allowance.has_rows:
+        if self._times.is_plain_due or not allowance.may_draft:
             return ()
-        return self._patience.awake(schedule, has_time=allowance.has_lookups)
+        return self._patience.awake(schedule, has_time=allowance.may_look)
 
     def _note_vain(self, schedule: Schedule, expected: Mapping[int, float | None]) -> None:
         """Notes the sequences whose drafts promise no gain, with the tokens to expect of them. A
@@ -292,6 +296,9 @@ class Drafting:
         most = min(self._max_tokens, self._stop.num_left(sequence) - 1)
         if most < 1:
             return None
+        shadow = self._shadows.take(sequence)
+        if shadow is not None:
+            self._acceptance.note(sequence.id, shadow.draft, shadow.num_right)
         best, most_expected = None, 0.0
         for draft in self._proposals(sequence, most, looks=looks):
             kept = draft.cut(self._num_useful(sequence, draft))

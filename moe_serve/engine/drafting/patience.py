@@ -7,18 +7,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-_FIRST_RETRY, _LAST_RETRY = 16, 256  # steps without a draft before one is tried again
-_NUM_VAIN = 4  # proposals in turn without a gain, before asking pauses
+_NUM_VAIN = 5  # proposals in turn without a gain, before asking pauses: the first is known then
 _HOPELESS = 0.1  # expected tokens below which a proposal was not worth its time
 _MAX_PAUSE, _SHORT_PAUSE = 31, 3  # steps: after hopeless proposals, and after others
 
 
 @dataclass(slots=True)
 class _Wait:
-    """The steps of one sequence since a draft promised a gain."""
+    """How a sequence asks since a draft promised a gain."""
 
-    since: int  # the step that verified its last draft, or in which it asked first
-    retry: int = _FIRST_RETRY  # steps without a draft before one is tried without an expected gain
     num_vain: int = 0  # proposals in turn that promised no gain
     pause: int = 0  # length of the last pause, in steps
 
@@ -27,9 +24,8 @@ class Patience:
     """Counts the steps in which sequences had no draft that promised a gain.
 
     After such steps a sequence pauses for 1, then 3 steps, and for up to 31 if its drafts were
-    hopeless. Pauses of one length end together, so that most steps ask for nothing. A sequence
-    tries a draft of one token after 16, 32, ... 256 steps, to find out whether its acceptance or
-    the cost of rows has changed. A step of its pause costs one lookup in a table.
+    hopeless. Pauses of one length end together, so that most steps ask for nothing. A step of a
+    pause costs one lookup in a table.
     """
 
     def __init__(self) -> None:
@@ -39,7 +35,7 @@ class Patience:
 
     def awake(self, sequence_ids: Iterable[int], *, has_time: bool = True) -> list[int]:
         """Counts a step, and returns the sequences that ask for a draft in it. Without `has_time`
-        only those that are new or gain; the others wait, and then ask together.
+        only those that gain or have not paused yet; the others wait, and then ask together.
         """
         self._step += 1
         last, wake_of = self._step if has_time else 0, self._wakes.get
@@ -67,27 +63,12 @@ class Patience:
             wait.pause = min(1 + 2 * wait.pause, most)
         if wait.pause:
             self._wakes[sequence_id] = (self._step // (1 + wait.pause) + 1) * (1 + wait.pause)
-        else:
-            self._wakes[sequence_id] = self._step + 1
 
     def gains(self, sequence_ids: Iterable[int]) -> None:
         """Notes that drafts of these sequences are verified because a gain is expected."""
         for sequence_id in sequence_ids:
             wait = self._wait(sequence_id)
-            wait.since, wait.retry = self._step, _FIRST_RETRY
             wait.num_vain = wait.pause = self._wakes[sequence_id] = 0
-
-    def retries(self, sequence_ids: Iterable[int], most: int) -> list[int]:
-        """Returns the sequences, at most `most`, that try a draft without an expected gain."""
-        due = [key for key in sequence_ids if self._is_due(key)][:most]
-        for sequence_id in due:
-            wait = self._waits[sequence_id]
-            wait.since, wait.retry = self._step, min(2 * wait.retry, _LAST_RETRY)
-        return due
-
-    def is_any_due(self, sequence_ids: Iterable[int]) -> bool:
-        """Returns whether one of the sequences would retry."""
-        return any(self._is_due(key) for key in sequence_ids)
 
     def accepted(self, sequence_id: int) -> None:
         """Notes that a token of the sequence's draft was accepted."""
@@ -99,12 +80,8 @@ class Patience:
             self._waits.pop(sequence_id, None)
             self._wakes.pop(sequence_id, None)
 
-    def _is_due(self, sequence_id: int) -> bool:
-        wait = self._wait(sequence_id)
-        return self._step - wait.since >= wait.retry
-
     def _wait(self, sequence_id: int) -> _Wait:
         wait = self._waits.get(sequence_id)
         if wait is None:
-            wait = self._waits[sequence_id] = _Wait(self._step)
+            wait = self._waits[sequence_id] = _Wait()
         return wait

@@ -26,6 +26,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "_prompt",
         "awaited_key",
         "id",
         "is_detached",
@@ -70,6 +71,7 @@ class Sequence:
         self.kv_window = request.params.kv_window  # None: every row sees all keys before it
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        self._prompt: NDArray[np.int32] | None = None  # see `tokens`
         self.num_computed_tokens = 0
         self.num_parked_tokens = 0  # next tokens that have passed some layers; 0: none has
         self.num_parked_layers = 0  # the number of these layers
@@ -185,13 +187,24 @@ class Sequence:
         known = len(self.page_keys) - 1
         if num_pages > known:
             size = self.page_size
-            tokens = token_array(self.token_ids[known * size : num_pages * size])
+            tokens = self.tokens(known * size, num_pages * size)
             self.page_keys += following_keys(self.page_keys[-1], tokens, size)
+
+    def tokens(self, start: int, end: int) -> NDArray[np.int32]:
+        """Returns the tokens from index `start` to `end`, to be read only. Those of a prompt are
+        needed several times, so the prompt is converted once."""
+        if end > self.num_prompt_tokens:
+            return token_array(self.token_ids[start:end])
+        if self._prompt is None:
+            self._prompt = token_array(self.token_ids[: self.num_prompt_tokens])
+        return self._prompt[start:end]
 
     def pending(self, count: int) -> NDArray[np.int64]:
         """Returns the next `count` tokens to compute."""
         start = self.num_computed_tokens
-        return np.array(self.token_ids[start : start + count], dtype=np.int64)
+        if count == 1:
+            return np.array((self.token_ids[start],), dtype=np.int64)
+        return self.tokens(start, start + count).astype(np.int64)
 
     def park(self, num_tokens: int, num_layers: int) -> None:
         """Records that the next tokens have passed the first layers; (0, 0): no layer."""

@@ -61,8 +61,7 @@ class ForecastError:
     """The errors of the predictions of the first token, as given when requests were queued."""
 
     num_compared: int = 0
-    median_ratio: float = 1.0  # actual over predicted, of the recent requests
-    p90_ratio: float = 1.0  # the calibrated factor of the cautious forecast
+    p90_ratio: float = 1.0  # actual over predicted, of the recent requests: the cautious factor
     median_error: float = 0.0  # |actual - predicted| / actual, of the recent requests
 
 

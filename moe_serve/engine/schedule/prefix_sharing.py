@@ -123,7 +123,7 @@ class PrefixSharing:
     def _copy_beginning(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
         """Requests a copy of the page that begins most like the sequence's next one."""
         start, most = sequence.num_computed_tokens, sequence.num_plain(sequence.num_tokens - 1)
-        wanted = token_array(sequence.token_ids[start : min(start + self._page_size, most)])
+        wanted = sequence.tokens(start, min(start + self._page_size, most))
         if len(wanted) < _LEAST_COPIED_TOKENS:
             return
         source, count = self._most_alike(sequence, wanted, running)
@@ -212,7 +212,7 @@ class PrefixSharing:
         size, end = self._page_size, sequence.num_plain(sequence.num_computed_tokens)
         sequence.extend_keys(min(span.stop, end // size))
         start = span.start * size
-        ids = token_array(sequence.token_ids[start : min(span.stop * size, end)])
+        ids = sequence.tokens(start, min(span.stop * size, end))
         origin = sequence.request.page_origin
         for index in span:
             tokens = ids[index * size - start :][:size]

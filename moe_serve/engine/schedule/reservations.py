@@ -203,11 +203,11 @@ class Reservations:
     def _enter(self, reservation: Reservation, num_tokens: int) -> None:
         """Makes the pages that have arrived in a run from the start visible to other sequences."""
         cache, keys, table = self._cache, reservation.keys, reservation.table
-        size, ids = self._size, reservation.sequence.token_ids
-        origin = reservation.sequence.request.page_origin
+        size, sequence = self._size, reservation.sequence
+        origin = sequence.request.page_origin
         end = min(reservation.extent(num_tokens, size), len(keys) - 1)
         for place in range(reservation.num_shared, end):
-            tokens = token_array(ids[place * size : (place + 1) * size])
+            tokens = sequence.tokens(place * size, (place + 1) * size)
             own, parent_key, key = table[place], *keys[place : place + 2]
             table[place] = cache.enter(own, key, parent_key, tokens, origin)
             if table[place] == own:

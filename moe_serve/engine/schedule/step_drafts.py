@@ -33,6 +33,7 @@ class StepDrafts:
         self._resting: set[int] = set()  # spoiled sequences, whose next step has no draft
         self._quiet: frozenset[int] = frozenset()  # sequences of a pause, in which none has a draft
         self._num_quiet = self._num_left = 0  # ended and remaining steps of the pause
+        self._quiet_s = 0.0  # time of the ended ones
         self._has_chosen = False  # in the running step
 
     @property
@@ -45,17 +46,18 @@ class StepDrafts:
         self._clock = self._clock if clock is None else clock
         self._begun_at = self._ended_at = self._clock()
         self._drafting, self._has_chosen = drafting, False
-        self._num_quiet = self._num_left = 0
+        self._num_quiet, self._num_left, self._quiet_s = 0, 0, 0.0
 
     def begin(self, schedule: Schedule) -> None:
         """Chooses the drafts of a step that has been scheduled."""
         self.running = NO_DRAFTS
         if self._drafting is None:
             return
+        self._begun_at = self._clock()
         if self._num_left and schedule.keys() == self._quiet:
             return
         self._end_pause(self._drafting)
-        self._begun_at, self._has_chosen = self._clock(), True
+        self._has_chosen = True
         if self._resting:
             rested = self._resting & schedule.keys()
             self._resting -= rested
@@ -109,8 +111,8 @@ class StepDrafts:
     def _end_pause(self, drafting: Drafting) -> None:
         """Ends a pause in which no sequence asks for a draft."""
         if self._num_quiet:
-            drafting.note_quiet(len(self._quiet), self._num_quiet)
-        self._num_quiet = self._num_left = 0
+            drafting.note_quiet(len(self._quiet), self._num_quiet, self._quiet_s)
+        self._num_quiet, self._num_left, self._quiet_s = 0, 0, 0.0
 
     def result(self, sequence: Sequence, num_tokens: int) -> DraftResult | None:
         """Learns from the draft of a sequence that got `num_tokens` tokens, if it had one."""
@@ -155,6 +157,7 @@ class StepDrafts:
         if is_quiet:
             self._num_quiet += 1
             self._num_left -= 1
+            self._quiet_s += now - begun_at
             if found.of:
                 self._end_pause(drafting)
                 drafting.note_proposals(len(schedule), found)

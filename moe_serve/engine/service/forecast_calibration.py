@@ -108,7 +108,6 @@ def error_of(calibrations: Iterable[ForecastCalibration]) -> ForecastError:
     errors = np.array([error for each in calibrations for error in each.errors])
     return ForecastError(
         num_compared=sum([each.num_compared for each in calibrations]),
-        median_ratio=float(np.median(ratios)),
         p90_ratio=float(np.quantile(ratios, 0.9)),
         median_error=float(np.median(errors)) if len(errors) else 0.0,
     )

@@ -21,8 +21,12 @@ from moe_serve.engine.service.admission import Admission
 from moe_serve.engine.service.arrivals import RecentArrivals
 from moe_serve.engine.service.forecast_calibration import Factors, ForecastCalibration, error_of
 from moe_serve.engine.service.ledger import Ledger
-from moe_serve.engine.service.lengths.answer_lengths import AnswerEnds, AnswerLengths, TierLengths
-from moe_serve.engine.service.lengths.output_limits import OutputLimits
+from moe_serve.engine.service.lengths.answer_lengths import (
+    AnswerEnds,
+    AnswerLengths,
+    OutputLimits,
+    TierLengths,
+)
 from moe_serve.engine.service.lengths.predicted_lengths import predicted_lengths
 from moe_serve.engine.service.order import (
     BY_DEADLINE,

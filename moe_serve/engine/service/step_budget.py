@@ -23,14 +23,14 @@ class StepBudget:
     """The rule of one server. `slack_s` is what the tightest request leaves for the next step."""
 
     def __init__(self, model: StepModel, least: int, page_size: int) -> None:
-        self._model, self._least, self._page_size = model, least, page_size
+        self._model, self._least, self.page_size = model, least, page_size
 
     def prompt_tokens(self, rows: StepWork, slack_s: float | None, most: int) -> int:
         """Returns how many prompt tokens may be added to `rows`, at most `most`. `slack_s` None: no
         request that decodes has a target."""
         if slack_s is None or not self._model.is_measured or most <= self._least:
             return most
-        size = self._page_size
+        size = self.page_size
         low, high = self._least // size, most // size  # in pages: low is allowed
         if self._fits(rows, most, slack_s):
             return most

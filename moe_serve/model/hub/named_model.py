@@ -28,17 +28,15 @@ from moe_serve.model.hub.hub_name import HubName, hub_name_of
 from moe_serve.model.hub.hub_settings import HubSettings, hub_settings
 
 
-def local_model(
-    model: str | None, *, is_quiet: bool = False, note: ShowBytes | None = None
-) -> str | None:
+def local_model(model: str | None, *, is_quiet: bool = False) -> str | None:
     """Returns the folder of a model, after fetching it if the argument is a name on the hub. Raises
     HubError.
 
-    A bar is shown on a terminal unless `is_quiet`; `note` is called as well. The network is not
-    used if the argument is a folder or None.
+    A bar is shown on a terminal unless `is_quiet`. The network is not used if the argument is a
+    folder or None.
     """
     name = hub_name_of(model)
-    return model if name is None else str(fetch_shown(name, hub_settings(), is_quiet, note))
+    return model if name is None else str(fetch_shown(name, hub_settings(), is_quiet))
 
 
 def local_engine_config(
@@ -51,6 +49,7 @@ def local_engine_config(
     """Returns the configuration with the folder of its model, as `local_model` finds it.
 
     `check` is called with it once the folder has a config.json, before any weights are fetched.
+    `note` is called with the bytes received so far, and those in all.
     """
     name = hub_name_of(config.model.path)
     if name is None:

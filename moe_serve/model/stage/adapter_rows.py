@@ -8,7 +8,7 @@ experts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from experts.expert_stage import RoutedRows
 from experts.virtual_experts import AdapterExperts
 from moe_kernels.interface.adapters import (
     AdaptedRows,
@@ -242,3 +243,30 @@ def _as_rows(rows: NDArray[np.int64], num_rows: int, device: torch.device) -> sl
         return None
     first, end = int(rows[0]), int(rows[-1]) + 1
     return slice(first, end) if end - first == len(rows) else torch.from_numpy(rows).to(device)
+
+
+def with_virtual_ids(
+    rows: RoutedRows, adapted: Sequence[ExpertRows], num_experts: int
+) -> RoutedRows:
+    """Returns rows for expert ranks, in which the choices [T, K choices] of adapters' own experts
+    have virtual ids (`experts/virtual_experts.py`)."""
+    ids_TK = rows.expert_ids_TK
+    own_AE = torch.stack([each.experts.is_own_E for each in adapted])
+    numbers = [each.group.adapter.number for each in adapted]
+    index_T = ids_TK.new_full((len(ids_TK),), -1)
+    for index, each in enumerate(adapted):
+        index_T = each.group.put(index_T, torch.full_like(each.group.select(index_T), index))
+    is_own_TK = own_AE[index_T[:, None], ids_TK] & (index_T >= 0)[:, None]
+    first_T = num_experts * torch.tensor(numbers, device=ids_TK.device)[index_T]
+    return replace(rows, expert_ids_TK=torch.where(is_own_TK, ids_TK + first_T[:, None], ids_TK))
+
+
+def adapter_numbers(ids_TK: Tensor, adapted: Sequence[ExpertRows]) -> Tensor:
+    """Returns the number of each row's adapter [T, K] in place of its choices, for expert ranks
+    that route; 0: the row has none."""
+    numbers_TK = torch.zeros_like(ids_TK)
+    for each in adapted:
+        group = each.group
+        number = torch.full_like(group.select(numbers_TK), group.adapter.number)
+        numbers_TK = group.put(numbers_TK, number)
+    return numbers_TK

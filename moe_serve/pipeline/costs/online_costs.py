@@ -16,25 +16,21 @@ from moe_serve.pipeline.costs.step_seconds import LayerTimes
 _WEIGHT = 0.2  # weight of a new measurement
 _MOST_SLOWER = 1.25  # a new measurement counts as at most this times the average
 _DRIFT = 0.05  # a change of an average that makes a new version
+_GROWING = 0.5  # the share of an average that grows with the rows, outside the measured range
 _LEAST_S = 1e-9
 
 
 class RowAverages:
     """Seconds by number of rows: averages of measurements, interpolated linearly.
 
-    Outside the measured range, a share of the nearest average is taken as growing with the rows and
+    Outside the measured range, half of the nearest average is taken as growing with the rows and
     the rest as fixed; the first measurement there replaces the estimate.
     """
 
-    def __init__(self, growing: float = 0.5, max_age: int | None = None) -> None:
-        """`growing` is that share. An average that was not measured again within `max_age`
-        measurements is dropped; None: never."""
-        self._growing, self._max_age = growing, max_age
+    def __init__(self) -> None:
         self._rows: list[float] = []
         self._seconds: list[float] = []
         self._published: list[float] = []
-        self._measured_at: list[int] = []  # the number of the last measurement
-        self._num_measured = 0
         self.version = 0  # grows when an average is new or has moved by more than 5%
 
     @property
@@ -43,19 +39,14 @@ class RowAverages:
 
     def observe(self, rows: float, seconds: float) -> None:
         seconds = max(seconds, _LEAST_S)
-        self._num_measured += 1
-        if self._max_age is not None and self._num_measured % self._max_age == 0:
-            self._drop_old(self._num_measured - self._max_age)
         index = self._nearest(rows)
         if index is None:
             index = bisect.bisect(self._rows, rows)
             self._rows.insert(index, rows)
             self._seconds.insert(index, seconds)
             self._published.insert(index, seconds)
-            self._measured_at.insert(index, self._num_measured)
             self.version += 1
             return
-        self._measured_at[index] = self._num_measured
         # a pause of the machine does not belong to the stage
         seconds = min(seconds, self._seconds[index] * _MOST_SLOWER)
         self._seconds[index] += _WEIGHT * (seconds - self._seconds[index])
@@ -71,18 +62,10 @@ class RowAverages:
         right = bisect.bisect_left(self._rows, rows)
         if right == 0 or right == len(self._rows):
             edge = min(right, len(self._rows) - 1)
-            return self._seconds[edge] * (1 + self._growing * (rows / self._rows[edge] - 1))
+            return self._seconds[edge] * (1 + _GROWING * (rows / self._rows[edge] - 1))
         low, high = self._rows[right - 1], self._rows[right]
         share = (rows - low) / (high - low)
         return self._seconds[right - 1] * (1 - share) + self._seconds[right] * share
-
-    def _drop_old(self, oldest: int) -> None:
-        """Drops averages that were last measured before the measurement `oldest`."""
-        kept = [i for i, number in enumerate(self._measured_at) if number >= oldest]
-        for values in (self._rows, self._seconds, self._published):
-            values[:] = [values[i] for i in kept]
-        self._measured_at = [self._measured_at[i] for i in kept]
-        self.version += 1
 
     def _nearest(self, rows: float) -> int | None:
         """Returns the index of the average for this number of rows (within a fifth), or None."""

@@ -44,15 +44,17 @@ class BatchLoad:
     @staticmethod
     def of_parts(starts: Sequence[int], counts: Sequence[int]) -> BatchLoad:
         """Returns the load of sequences by their first positions and numbers of rows."""
+        num_rows, num_largest = sum(counts), max(counts, default=0)
+        num_kv_tokens = num_pairs = sum(starts) + num_rows
+        if num_largest > 1 or num_rows < len(counts):  # else each has one row
+            parts = zip(starts, counts, strict=True)
+            num_pairs = sum([count * start + count * (count + 1) // 2 for start, count in parts])
         return BatchLoad(
-            num_rows=sum(counts),
+            num_rows=num_rows,
             num_sequences=len(counts),
-            num_kv_tokens=sum(starts) + sum(counts),
-            num_pairs=sum(
-                count * start + count * (count + 1) // 2
-                for start, count in zip(starts, counts, strict=True)
-            ),
-            num_largest=max(counts, default=0),
+            num_kv_tokens=num_kv_tokens,
+            num_pairs=num_pairs,
+            num_largest=num_largest,
         )
 
     @staticmethod

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.interface.rank_kernels import FrameShape, RankKernels, StepKey
+from moe_serve.model.stage.adapter_rows import adapter_numbers, with_virtual_ids
 from moe_serve.model.stage.attention_stage import Routed
 from moe_serve.pipeline.exchange.frame_layout import CompactLayout, FrameLayout, FramePool
 from moe_serve.pipeline.exchange.native_lanes import NativeLanes, step_key
@@ -23,7 +24,6 @@ from moe_serve.pipeline.exchange.step_shape import (
     dispatch_tag,
     exchange_order,
 )
-from moe_serve.pipeline.exchange.virtual_ids import adapter_numbers, with_virtual_ids
 from moe_serve.pipeline.frames.frame_header import HEADER_BYTES, Exchange, Leg, WireError, key_of
 from moe_serve.pipeline.frames.wire import CombineFrame, DispatchFrame, FrameBytes, WireFormat
 from moe_serve.pipeline.links.data_group import DataGroup

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -116,6 +117,7 @@ class CellsWorld:
         self._jobs: Iterator[SimulatedRequest] = iter(())
         self._is_closed = False
         self._sessions = Sessions()
+        self._has_news = True  # a cell may begin a step although nothing happens
 
     def run(
         self, jobs: Iterator[SimulatedRequest], concurrency: int | None = None
@@ -133,12 +135,30 @@ class CellsWorld:
         return self._done
 
     def _next_time(self) -> float | None:
-        times = [self._carrier.next_s, self._arrivals[0][0] if self._arrivals else None]
-        times += [cell.ranks.step_end for cell in self._cells if cell.is_out]
-        is_busy = bool(self._live) or any(time is not None for time in times)
-        if self._watcher is not None and is_busy:
-            times.append(self._watcher.next_s)
-        return min((time for time in times if time is not None), default=None)
+        times = [self._arrivals[0][0]] if self._arrivals else []
+        ends = [cell.ranks.step_end for cell in self._cells if cell.is_out]
+        times += [end for end in ends if end is not None]
+        if not self._has_news:
+            self._pass_parcels(min(times, default=math.inf))
+        if (parcel_s := self._carrier.next_s) is not None:
+            times.append(parcel_s)
+        if self._watcher is not None and (self._live or times):
+            act_s = self._watcher.next_s
+            times += [] if act_s is None else [act_s]
+        if self._carrier.has_ended:
+            return self._clock.now
+        return min(times, default=None)
+
+    def _pass_parcels(self, until_s: float) -> None:
+        """Lets parcels travel until one has ended, as long as nothing else happens. No cell can
+        begin a step before that."""
+        until_s = min(until_s, self._moves.due_s)
+        while not self._carrier.has_ended:
+            next_s = self._carrier.next_s
+            if next_s is None or next_s >= until_s:
+                return
+            self._clock.advance_to(next_s)
+            self._carrier.advance_to(next_s)
 
     def _handle_due(self) -> None:
         now = self._clock.now
@@ -169,6 +189,8 @@ class CellsWorld:
             has_news = self._moves.turn()
             idle = [c for c in self._cells if not c.is_out and (has_news or c.engine.has_work)]
             has_news = sum([self._begin(cell) for cell in idle]) > 0
+        stuck = (not c.is_out and c.engine.has_work for c in self._cells)
+        self._has_news = self._watcher is not None or any(stuck)
 
     def _begin(self, cell: CoordinatedCell) -> bool:
         """Begins a cell's next step; returns False if there is nothing to compute."""

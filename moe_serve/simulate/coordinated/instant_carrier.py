@@ -90,10 +90,17 @@ class InstantCarrier:
         """Does nothing, because no simulated rank is ever lost."""
 
     @property
+    def has_ended(self) -> bool:
+        """True if `take_ended` returns parcels."""
+        return bool(self._ended)
+
+    @property
     def next_s(self) -> float | None:
         """The time of the next event of a parcel; None if no parcel is on its way."""
-        times = [each[0] for each in (self._shared.next_end(), *self._events[:1]) if each]
-        return min(times, default=None)
+        end, events = self._shared.next_end(), self._events
+        if end is None:
+            return events[0][0] if events else None
+        return min(end[0], events[0][0]) if events else end[0]
 
     def advance_to(self, now: float) -> None:
         """Handles the events that are due. `take_ended` then returns the parcels that have

@@ -49,7 +49,8 @@ class RooflineCosts:
         self._expands_latents = expands_latents
         self._model, self._device, self._layout = model, device, layout
         self._forwards = forwards and layout.num_cell_devices > device.node_devices
-        self._routing, self._imbalance = routing, routing.imbalance(layout.num_holders)
+        self._routing = routing
+        self._imbalance = routing.imbalance(layout.num_holders, layout.num_redundant)
         own, peak = device.efficiency, device.flops_per_s(model.is_fp8)
         self._gemm = peak * own.gemm
         self._attention = device.flops_per_s(False) * own.attention
@@ -173,7 +174,8 @@ class RooflineCosts:
         share = self._imbalance / holders
         choices = num_rows * model.top_k * share
         activated = min(
-            self._routing.num_activated(num_different) * share, -(-model.num_experts // holders)
+            self._routing.num_activated(num_different) * share,
+            self._layout.num_held(model.num_experts),
         )
         row_bytes = 4 * choices * model.width * KV_BYTES
         seconds = self._roof(

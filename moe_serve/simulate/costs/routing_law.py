@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experts.placement.problem.workloads import read_workloads
+from experts.placement.solvers.references import eplb_slots
 from moe_serve.errors import ConfigError
 
 _CACHED = 4096  # batch sizes
@@ -30,9 +31,11 @@ class RoutingLaw(Protocol):
         """Returns the expected number of experts that `num_rows` rows activate in a layer."""
         ...
 
-    def imbalance(self, num_ranks: int) -> float:
-        """Returns the busiest expert rank's share of the choices divided by the mean share, with
-        the experts of a layer placed contiguously."""
+    def imbalance(self, num_ranks: int, num_redundant: int | None = None) -> float:
+        """Returns the busiest expert rank's share of the choices divided by the mean share.
+
+        With `num_redundant` None the experts of a layer are placed in their order. Else they are
+        placed by these loads, with so many further copies, as EPLB does."""
         ...
 
 
@@ -46,7 +49,7 @@ class EvenRouting:
         """See `RoutingLaw.num_activated`."""
         return self._num_experts * (1 - float(self._missed**num_rows))
 
-    def imbalance(self, num_ranks: int) -> float:
+    def imbalance(self, num_ranks: int, num_redundant: int | None = None) -> float:
         """Returns 1."""
         return 1.0
 
@@ -58,6 +61,9 @@ class RecordedRouting:
         self._log_missed_LE = np.log1p(-np.minimum(popularity_LE, 1 - 1e-12))
         self._popularity_LE = popularity_LE
         self._activated = lru_cache(_CACHED)(self._compute)
+
+    def __reduce__(self) -> tuple[type[RecordedRouting], tuple[NDArray[np.float64]]]:
+        return RecordedRouting, (self._popularity_LE,)
 
     @classmethod
     def read(cls, path: Path, num_experts: int, top_k: int) -> RecordedRouting:
@@ -78,11 +84,32 @@ class RecordedRouting:
         """See `RoutingLaw.num_activated`."""
         return self._activated(num_rows)
 
-    def imbalance(self, num_ranks: int) -> float:
+    def imbalance(self, num_ranks: int, num_redundant: int | None = None) -> float:
         """See `RoutingLaw.imbalance`."""
-        parts = np.array_split(self._popularity_LE, num_ranks, axis=1)
-        shares_KL = np.stack([part.sum(axis=1) for part in parts])
+        if num_redundant is None:
+            parts = np.array_split(self._popularity_LE, num_ranks, axis=1)
+            shares_KL = np.stack([part.sum(axis=1) for part in parts])
+        else:
+            shares_KL = self._balanced(num_ranks, num_redundant)
         return float((shares_KL.max(axis=0) / shares_KL.mean(axis=0)).mean())
+
+    def _balanced(self, num_ranks: int, num_redundant: int) -> NDArray[np.float64]:
+        """Returns the load of each rank and layer if experts are placed by their loads. Copies of
+        an expert share its load evenly."""
+        num_layers, num_experts = self._popularity_LE.shape
+        slots_LP = eplb_slots(
+            self._popularity_LE,
+            num_slots=num_experts + num_redundant,
+            num_groups=1,
+            num_nodes=1,
+            num_devices=num_ranks,
+        )
+        rows_L1 = np.arange(num_layers)[:, None]
+        copies_LE = np.zeros((num_layers, num_experts))
+        np.add.at(copies_LE, (rows_L1, slots_LP), 1)
+        loads_LP = (self._popularity_LE / copies_LE)[rows_L1, slots_LP]
+        loads_RL: NDArray[np.float64] = loads_LP.reshape(num_layers, num_ranks, -1).sum(axis=2).T
+        return loads_RL
 
     def _compute(self, num_rows: int) -> float:
         return float((1 - np.exp(num_rows * self._log_missed_LE)).sum(axis=1).mean())

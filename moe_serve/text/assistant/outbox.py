@@ -61,13 +61,12 @@ def new_call_id() -> str:
 class HeldSpace:
     """Passes text on, but holds trailing white space back until more text follows."""
 
-    def __init__(self, sink: Callable[[str], object], spaces: str | None = None) -> None:
+    def __init__(self, sink: Callable[[str], object]) -> None:
         self._sink = sink
-        self._spaces = spaces  # the characters that count as space; None: all white space
         self._held: list[str] = []
 
     def push(self, text: str) -> None:
-        body = text.rstrip(self._spaces)
+        body = text.rstrip()
         if body:
             self.flush()
             self._sink(body)

@@ -17,7 +17,7 @@ from moe_serve.cluster.cell_start import FreeNumbers, NewCell, check_alike
 from moe_serve.cluster.cells.cells_engine import CellsEngine
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.control.secret import read_secret
-from moe_serve.cluster.members.hand_starter import HandStarter
+from moe_serve.cluster.members.rank_starter import HandStarter
 from moe_serve.cluster.started_cells import build_cells
 from moe_serve.cluster.started_ranks import MakeStarter
 from moe_serve.engine.watch.cells_control import CellPlace

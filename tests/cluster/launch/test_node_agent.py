@@ -13,10 +13,11 @@ import pytest
 from moe_serve import __version__
 from moe_serve.cluster.control.channel import Channel, connect
 from moe_serve.cluster.control.listener import Listener
+from moe_serve.cluster.control.rank_name import all_ranks
 from moe_serve.cluster.control.secret import new_secret
 from moe_serve.cluster.launch import node_agent
 from moe_serve.cluster.launch.node_agent import NodeAgent
-from moe_serve.cluster.launch.node_layout import fill_nodes
+from moe_serve.cluster.launch.node_layout import share_out
 from moe_serve.cluster.launch.node_ranks import (
     AgentOrder,
     AgentReport,
@@ -129,7 +130,7 @@ def test_an_agent_that_comes_while_node_0_ends_is_dismissed(
 ) -> None:
     """Its handshake was under way when the launch ended: it would wait for orders."""
     near, far = ends
-    starter = NodeStarter(fill_nodes(1, 1, 2), StuckRanks())
+    starter = NodeStarter(share_out(all_ranks(1, 1), 2), StuckRanks())
     near.send(
         NodeHello(node_rank=1, num_nodes=2, hostname="h", host="127.0.0.1", version=__version__)
     )

@@ -10,7 +10,7 @@ from moe_serve.cluster.control.rank_name import RankName, all_ranks
 from moe_serve.cluster.launch.node_layout import (
     NodeLayout,
     explicit_layout,
-    fill_nodes,
+    share_out,
 )
 from moe_serve.errors import ConfigError
 
@@ -40,24 +40,16 @@ def ranks(text: str) -> list[RankName]:
 def test_nodes_are_filled_evenly(
     attention: int, expert: int, num_nodes: int, expected: str
 ) -> None:
-    assert shown(fill_nodes(attention, expert, num_nodes)) == expected
-
-
-def test_ranks_per_node() -> None:
-    assert shown(fill_nodes(2, 3, 2, ranks_per_node=4)) == "a0 a1 e0 e1 | e2"
-    with pytest.raises(ConfigError, match="2 nodes of 2 ranks hold 4 of 5 ranks"):
-        fill_nodes(2, 3, 2, ranks_per_node=2)
-    with pytest.raises(ConfigError, match="leave 1 of 3 nodes without any"):
-        fill_nodes(2, 3, 3, ranks_per_node=4)
+    assert shown(share_out(all_ranks(attention, expert), num_nodes)) == expected
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 20))
 def test_every_rank_has_one_node(attention: int, expert: int, num_nodes: int) -> None:
     if num_nodes > attention + expert:
         with pytest.raises(ConfigError, match="without any; use fewer nodes"):
-            fill_nodes(attention, expert, num_nodes)
+            share_out(all_ranks(attention, expert), num_nodes)
         return
-    layout = fill_nodes(attention, expert, num_nodes)
+    layout = share_out(all_ranks(attention, expert), num_nodes)
     flat = [rank for ranks in layout.nodes for rank in ranks]
     assert flat == all_ranks(attention, expert), "in rank order, attention first"
     sizes = [len(ranks) for ranks in layout.nodes]
@@ -86,8 +78,3 @@ def test_a_layout_in_words() -> None:
     layout = explicit_layout([ranks("a0 a1 a2 e1"), ranks("e0 e2")], "here")
     assert layout.describe(0) == "attention 0-2, expert 1"
     assert layout.describe(1) == "expert 0, 2"
-
-
-def test_no_ranks() -> None:
-    with pytest.raises(ConfigError, match="0 attention and 2 expert ranks"):
-        fill_nodes(0, 2, 1)

@@ -16,12 +16,12 @@ import msgspec
 import pytest
 
 from moe_serve.cluster.control.channel import Channel, connect
-from moe_serve.cluster.control.rank_name import RankName
+from moe_serve.cluster.control.rank_name import RankName, all_ranks
 from moe_serve.cluster.control.secret import ClusterSecret, new_secret
 from moe_serve.cluster.launch.environment import NodeEnvironment
 from moe_serve.cluster.launch.hosts import HostPort
 from moe_serve.cluster.launch.node_agent import AgentMessage, NodeAgent, NodeLife, connect_agent
-from moe_serve.cluster.launch.node_layout import fill_nodes
+from moe_serve.cluster.launch.node_layout import share_out
 from moe_serve.cluster.launch.node_ranks import AgentOrder, Dismiss, NodeHello, NodeRanks
 from moe_serve.cluster.launch.node_starter import NodeStarter
 from moe_serve.cluster.members.rank_starter import RankExit
@@ -57,7 +57,7 @@ class Nodes:
     def __init__(self, folder: Path, num_nodes: int = 2) -> None:
         self.folder, self.num_nodes = folder, num_nodes
         self.secret = new_secret()
-        layout = fill_nodes(1, num_nodes - 1, num_nodes)
+        layout = share_out(all_ranks(1, num_nodes - 1), num_nodes)
         self.starter = NodeStarter(layout, self.ranks(), num_threads=None)
         self.starter.listen(HostPort("127.0.0.1", 0), self.secret)
         self.starter.use_coordinator(HostPort("127.0.0.1", 1234))
@@ -355,7 +355,7 @@ def test_a_stranger_is_no_node(nodes: Nodes) -> None:
 
 def test_a_worker_that_cannot_start_is_an_exit(nodes: Nodes, tmp_path: Path) -> None:
     ranks = NodeRanks("127.0.0.1", nodes.secret, {}, lambda *_: (str(tmp_path / "missing"),))
-    starter = NodeStarter(fill_nodes(1, 1, 1), ranks)
+    starter = NodeStarter(share_out(all_ranks(1, 1), 1), ranks)
     starter.use_coordinator(HostPort("127.0.0.1", 1))
     starter.start(EXPERT)
     (exit_,) = starter.exited()

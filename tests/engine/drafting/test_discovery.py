@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from torch import Tensor
 
@@ -26,23 +28,32 @@ STEP_S, ROW_S = 0.002, 0.0001
 class VirtualTime(FakeRunner):
     """A runner whose steps take simulated time; the first ones with drafts take much longer."""
 
-    def __init__(self, num_slow: int) -> None:
+    def __init__(self, num_slow: int = 0, drafted_row_s: float = ROW_S, noise: float = 0.0) -> None:
+        """`noise` is the deviation of the logarithm of a step's time."""
         super().__init__()
         self.now, self.num_slow = 0.0, num_slow
+        self.drafted_row_s, self.noise, self.random = drafted_row_s, noise, random.Random(5)
+        self.noiseless_s = 0.0
 
     def __call__(self) -> float:
         return self.now
 
     def run(self, plan: StepPlan) -> Tensor:
-        self.now += STEP_S + ROW_S * plan.num_tokens
-        if self.num_slow and any(piece.num_drafted for piece in plan.slices):
+        num_drafted = sum(piece.num_drafted for piece in plan.slices)
+        seconds = STEP_S + ROW_S * plan.num_tokens + (self.drafted_row_s - ROW_S) * num_drafted
+        if self.num_slow and num_drafted:
             self.num_slow -= 1
-            self.now += STEP_S
+            seconds += STEP_S
+        self.noiseless_s += seconds
+        self.now += seconds * self.random.lognormvariate(0.0, self.noise)
         return super().run(plan)
 
 
 def engine_with_drafts(num_slow: int) -> tuple[Engine, Drafting]:
-    time = VirtualTime(num_slow)
+    return engine_on(VirtualTime(num_slow))
+
+
+def engine_on(time: VirtualTime) -> tuple[Engine, Drafting]:
     engine = engine_of(LocalExecutor(time, Sampler(frozenset([EOS]))), num_pages=128)
     config = SpeculationConfig(method="auto")
     drafting = drafting_maker(config, 50, engine.stop_rule, time)()
@@ -103,6 +114,25 @@ def test_a_request_that_repeats_beside_others_delays_none() -> None:
         changed = [[token % 47 + 1 + number for token in prompt] for prompt in others]
         num_steps, _ = answer(engine, [same, *changed])
         assert num_steps <= NUM_TOKENS + 1
+
+
+@pytest.mark.parametrize("batch", [1, 4, 6])
+def test_right_drafts_that_make_nothing_faster_cost_little(batch: int) -> None:
+    """A drafted token takes longer than the step that it saves, and step times vary by a third."""
+    step_s = STEP_S + batch * ROW_S
+    time = VirtualTime(drafted_row_s=1.3 * step_s / batch, noise=0.3)
+    engine, drafting = engine_on(time)
+    plain_s, drafted_s = 0.0, 0.0
+    for _ in range(12):
+        engine.drafts.use(None)
+        time.noiseless_s = 0.0
+        answer(engine, prompts_of(1, batch))
+        plain_s += time.noiseless_s
+        engine.drafts.use(drafting, time)
+        time.noiseless_s = 0.0
+        answer(engine, prompts_of(1, batch))
+        drafted_s += time.noiseless_s
+    assert drafted_s < 1.03 * plain_s
 
 
 def test_a_draft_that_was_not_verified_is_compared_with_what_came() -> None:

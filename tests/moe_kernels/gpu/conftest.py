@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,12 +66,47 @@ def remember_builtins() -> None:
     interpreter._get_np_dtype = numpy_type
 
 
+def remember_types() -> None:
+    """Makes the interpreter compute the properties of a shape once, and not for every value.
+
+    It also leaves out the interpreter's search for overflows, which it makes in most operations on
+    integers and whose result it drops: without the option `debug` it asserts nothing.
+    """
+    from triton.runtime import interpreter
+
+    core, builder = interpreter.tl.core, interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = replace(builder.options, sanitize_overflow=False)
+    make_block_type, known = core.block_type.__init__, dict[object, dict[str, Any]]()
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(getattr(size, "value", size) for size in shape)
+        key = (element_ty, sizes) if type(element_ty) is core.dtype else None
+        if key in known:
+            self.__dict__.update(known[key])
+            return
+        make_block_type(self, element_ty, shape)
+        if key is not None:
+            known[key] = dict(self.__dict__)
+
+    @cache
+    def shape_of(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+        return core.constexpr(math.prod(sizes)), core.tuple([*map(core.constexpr, sizes)])
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = shape_of(tuple(type.shape) if type.is_block() else ())
+
+    core.block_type.__init__, core.tensor.__init__ = block_type, tensor
+
+
 if HAS_TRITON and not HAS_DEVICE:
     os.environ["TRITON_INTERPRET"] = "1"
     from tests.support.kernels import bf16_shim
 
     bf16_shim.install()
     remember_builtins()
+    remember_types()
 
 
 class ModuleWithoutTriton(pytest.Module):

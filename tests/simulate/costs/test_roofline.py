@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,6 +136,21 @@ def test_activated_experts() -> None:
     assert flat.imbalance(4) == pytest.approx(1)
     assert skewed.num_activated(16) < flat.num_activated(16)
     assert skewed.imbalance(4) == pytest.approx((8 * 0.5 + 24 * 4 / 120) / 2)
+
+
+def test_experts_placed_by_their_loads_even_the_ranks() -> None:
+    """In order 6 and 2; by loads 5 and 3; with two copies of the first, 4.33 and 3.67."""
+    law = RecordedRouting(np.array([[0.4, 0.2, 0.1, 0.1]]))
+    found = [law.imbalance(2, num) for num in (None, 0, 2)]
+    assert found == pytest.approx([6 / 4, 5 / 4, (13 / 3) / 4])
+    again = copy.deepcopy(law)  # by its __reduce__, as processes get it
+    assert [again.imbalance(2, num) for num in (None, 0, 2)] == found
+    assert again.num_activated(3) == law.num_activated(3)
+    plain = Layout.parse("colocated", 16)
+    held = [replace(plain, num_redundant=num).num_held(128) for num in (None, 0, 16)]
+    assert held == [8, 8, 9]
+    sizes = [QWEN.size.device_bytes(replace(plain, num_redundant=n))[0] for n in (None, 16)]
+    assert sizes[1] - sizes[0] == pytest.approx(QWEN.size.expert_bytes / 128)
 
 
 def test_a_trace_of_another_model_is_refused(tmp_path: Path) -> None:

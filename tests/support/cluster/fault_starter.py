@@ -14,9 +14,12 @@ from moe_serve.cluster.control.channel import Channel
 from moe_serve.cluster.control.messages import Heartbeat
 from moe_serve.cluster.control.rank_name import RankName
 from moe_serve.cluster.control.secret import ClusterSecret
+from moe_serve.cluster.ranks.shard_parcels import TAKES_PARCELS
+from moe_serve.errors import ChannelClosedError
 from tests.support.cluster.thread_starter import ThreadStarter
 
 _FREEZE_LIMIT_S = 100.0
+_CHANNELS: dict[str, Channel[Any]] = {}  # of ranks, by the names of their threads
 
 
 class KilledError(BaseException):
@@ -42,11 +45,12 @@ class Faults:
         rank: str,
         time: int | None = 1,
     ) -> None:
-        """Calls `act` when the rank enters the function for the n-th time; with None, each time."""
+        """Calls `act` when the rank enters the function for the n-th time, on its thread or on the
+        one that takes parcels; with None, each time."""
         original, calls = getattr(owner, function), Counter[str]()
 
         def entered(*arguments: Any, **named: Any) -> Any:
-            name = threading.current_thread().name
+            name = threading.current_thread().name.removesuffix(TAKES_PARCELS)
             calls[name] += 1
             if name == rank and (time is None or calls[name] == time):
                 self.happened.append(f"{name}: {function}")
@@ -56,6 +60,10 @@ class Faults:
         self._monkeypatch.setattr(owner, function, entered)
 
     def die(self) -> None:
+        name = threading.current_thread().name
+        if name.endswith(TAKES_PARCELS):  # a signal would end the whole process
+            _CHANNELS[name.removesuffix(TAKES_PARCELS)].close()
+            raise ChannelClosedError("killed")
         raise KilledError
 
     def fail(self) -> None:
@@ -106,7 +114,8 @@ class FaultStarter(ThreadStarter):
 
     def _live(self, rank: RankName, channel: Channel[Any]) -> None:
         thread, send = threading.get_ident(), channel.send
-        threading.current_thread().name = f"{self.prefix}{rank}"
+        name = threading.current_thread().name = f"{self.prefix}{rank}"
+        _CHANNELS[name] = channel
 
         def send_if_awake(message: Any) -> None:
             if not (isinstance(message, Heartbeat) and self._faults.is_frozen(thread)):

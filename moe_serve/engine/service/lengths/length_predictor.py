@@ -18,7 +18,6 @@ from functools import partial
 import numpy as np
 
 from moe_serve.engine.service.lengths.censoring import label
-from moe_serve.engine.service.lengths.coverage import Coverage
 from moe_serve.engine.service.lengths.features import FeatureMaker, RequestFacts
 from moe_serve.engine.service.lengths.forest import Forest
 from moe_serve.engine.service.lengths.length_bins import (
@@ -28,8 +27,8 @@ from moe_serve.engine.service.lengths.length_bins import (
     pinball,
 )
 from moe_serve.engine.service.lengths.length_fit import Fitter, TrainingRows
-from moe_serve.engine.service.lengths.length_guard import LengthGuard
 from moe_serve.engine.service.lengths.past_lengths import PastLengths
+from moe_serve.engine.service.lengths.trust import Coverage, LengthGuard
 
 LEVELS = (0.5, 0.9)
 _RESERVOIR = 20_000
@@ -63,11 +62,11 @@ class _Open:
 class LengthPredictor:
     """Predicts and learns on one thread."""
 
-    def __init__(self, longest: int, fitter: Fitter, seed: int = 0) -> None:
+    def __init__(self, longest: int, fitter: Fitter) -> None:
         self.bins = LengthBins(longest)
         self._tenants, self._beginnings = PastLengths(self.bins), PastLengths(self.bins)
         self._features = FeatureMaker(self._tenants, self._beginnings)
-        self._fitter, self._random = fitter, random.Random(seed)
+        self._fitter, self._random = fitter, random.Random(0)
         self._forest: Forest | None = None
         self._open: OrderedDict[str, _Open] = OrderedDict()
         self._kept: list[tuple[Floats, int, bool]] = []
@@ -75,7 +74,7 @@ class LengthPredictor:
         self._next_fit = _FIRST_FIT
         self.guard = LengthGuard()
         self.coverages = {level: Coverage(level) for level in LEVELS}
-        self.num_begun = self.num_fits = 0  # fits, and those whose forest was taken
+        self.num_begun = 0  # fits
 
     @property
     def is_followed(self) -> bool:
@@ -142,7 +141,6 @@ class LengthPredictor:
         forest = self._fitter.take()
         if forest is not None:
             self._forest = forest  # one assignment: a prediction sees the old one or the new one
-            self.num_fits += 1
         if self._num_ended >= self._next_fit and not self._fitter.is_busy:
             step = min(int(self._num_ended * (_GROWTH - 1)), _MOST_BETWEEN)
             self._next_fit = self._num_ended + max(step, _FIRST_FIT)

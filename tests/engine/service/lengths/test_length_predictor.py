@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from moe_serve.engine.service.lengths.censoring import first_bin, hazards_of, label, shares_of
-from moe_serve.engine.service.lengths.coverage import Coverage
 from moe_serve.engine.service.lengths.features import FeatureMaker, RequestFacts
 from moe_serve.engine.service.lengths.forest import Forest
 from moe_serve.engine.service.lengths.length_bins import (
@@ -25,9 +24,9 @@ from moe_serve.engine.service.lengths.length_fit import (
     TrainingRows,
     fit,
 )
-from moe_serve.engine.service.lengths.length_guard import LengthGuard
 from moe_serve.engine.service.lengths.length_predictor import LengthPredictor
 from moe_serve.engine.service.lengths.past_lengths import PastLengths
+from moe_serve.engine.service.lengths.trust import Coverage, LengthGuard
 
 BINS = LengthBins(2048)
 
@@ -207,7 +206,7 @@ class TestPredictor:
             length = int(rng.integers(8, 13) if kind == 1 else rng.integers(150, 260))
             predictor.predict(str(index), facts(kind, index))
             predictor.ended(str(index), length, is_cut=False)
-        assert predictor.num_fits >= 1 and predictor.is_followed
+        assert predictor.is_followed
         short = predictor.predict("a", facts(1, 5))
         long = predictor.predict("b", facts(2, 5))
         assert short.p90 < 30 and 100 < long.p50 < 300 and long.p90 >= long.p50

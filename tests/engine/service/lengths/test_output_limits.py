@@ -7,7 +7,7 @@ import math
 import pytest
 
 from moe_serve.config.tiers import TierConfig
-from moe_serve.engine.service.lengths.output_limits import OutputLimits
+from moe_serve.engine.service.lengths.answer_lengths import OutputLimits
 
 TIERS = (TierConfig(name="chat", predicted_output_limit=2.5), TierConfig(name="flex"))
 
