@@ -109,8 +109,18 @@ class RooflineCosts:
 
     def colocated_time(self, load: BatchLoad) -> float:
         """See `StepCosts.colocated_time`. With several shards the experts are spread over them."""
-        times = self.layer_times([[load]], Ranks(num_attention=1, num_experts=1))
-        return step_seconds(times) + self.fixed_seconds([load])
+        if self._layout.is_split or self._layout.num_attention > 1:
+            times = self.layer_times([[load]], Ranks(num_attention=1, num_experts=1))
+            return step_seconds(times) + self.fixed_seconds([load])
+        # Without messages a layer is the sum of its stages: the same sums as above, in their order.
+        captured = self._as_captured(load)
+        experts_s = self._known_expert_seconds(captured.num_rows, load.num_rows)
+        seconds, own_s = 0.0, 0.0
+        for layer in self._model.layers:
+            own_s = self._attention_seconds(layer, captured)
+            own_s += experts_s if layer.is_sparse else 0.0
+            seconds += layer.num_layers * own_s
+        return seconds - own_s + own_s + self.fixed_seconds([load])
 
     def fixed_seconds(self, loads: Sequence[BatchLoad]) -> float:
         """Predicts the seconds of the head, on the rank with most sequences, and of the host."""
