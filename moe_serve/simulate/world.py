@@ -33,6 +33,7 @@ from moe_serve.simulate.steps_ahead import (
 )
 
 _ARRIVAL, _ENTRY, _END, _START = 0, 1, 2, 3  # the order of events at one moment
+_MOST_AHEAD = 32  # steps that are predicted at once: a request that comes makes the rest useless
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +193,7 @@ class World:
         if not is_possible or cell.engine.num_waiting or cell.engine.admission is not None:
             return None
         running = self._running[index].values()
-        num_steps = num_alike(running, cell.page_size)
+        num_steps = min(_MOST_AHEAD, num_alike(running, cell.page_size))
         if num_steps < 2 or cell.executor is None:
             return None
         num_tokens = sum([job.num_prompt + len(job.token_times) for job in running])

@@ -60,6 +60,7 @@ class RooflineCosts:
         self._network = device.link_bytes_per_s(False)
         self._sums_link = device.node_link_gb_s * 1e9 * max(own.link, _SUMS_SHARE)
         self._latency_s = device.link_latency_us * 1e-6
+        self._known_experts_s: dict[tuple[int, int], float] = {}  # see `_expert_seconds`
 
     @property
     def is_ready(self) -> bool:
@@ -82,7 +83,7 @@ class RooflineCosts:
         if len(micro_batches) == 1:
             micro_batches = [[self._as_captured(load) for load in micro_batches[0]]]
         experts = tuple(
-            self._expert_seconds(sum(load.num_rows for load in loads), total)
+            self._known_expert_seconds(sum([load.num_rows for load in loads]), total)
             for loads, total in zip(micro_batches, totals, strict=True)
         )
         transfers = tuple(self._transfer_seconds(loads) for loads in micro_batches)
@@ -108,8 +109,18 @@ class RooflineCosts:
 
     def colocated_time(self, load: BatchLoad) -> float:
         """See `StepCosts.colocated_time`. With several shards the experts are spread over them."""
-        times = self.layer_times([[load]], Ranks(num_attention=1, num_experts=1))
-        return step_seconds(times) + self.fixed_seconds([load])
+        if self._layout.is_split or self._layout.num_attention > 1:
+            times = self.layer_times([[load]], Ranks(num_attention=1, num_experts=1))
+            return step_seconds(times) + self.fixed_seconds([load])
+        # Without messages a layer is the sum of its stages: the same sums as above, in their order.
+        captured = self._as_captured(load)
+        experts_s = self._known_expert_seconds(captured.num_rows, load.num_rows)
+        seconds, own_s = 0.0, 0.0
+        for layer in self._model.layers:
+            own_s = self._attention_seconds(layer, captured)
+            own_s += experts_s if layer.is_sparse else 0.0
+            seconds += layer.num_layers * own_s
+        return seconds - own_s + own_s + self.fixed_seconds([load])
 
     def fixed_seconds(self, loads: Sequence[BatchLoad]) -> float:
         """Predicts the seconds of the head, on the rank with most sequences, and of the host."""
@@ -165,6 +176,14 @@ class RooflineCosts:
             + num_before * layer.expanded.token_flops / self._gemm
         )
         return min(seconds, expanded_s)
+
+    def _known_expert_seconds(self, num_rows: int, num_different: int) -> float:
+        """Returns `_expert_seconds`, which decode steps need again and again for the same rows."""
+        key = num_rows, num_different
+        seconds = self._known_experts_s.get(key)
+        if seconds is None:
+            seconds = self._known_experts_s[key] = self._expert_seconds(*key)
+        return seconds
 
     def _expert_seconds(self, num_rows: int, num_different: int) -> float:
         """Predicts the expert stage of the busiest device. `num_different`: rows without copies."""

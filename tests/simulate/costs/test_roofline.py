@@ -126,6 +126,17 @@ def test_shards_and_more_devices_shorten_a_large_step() -> None:
     assert times == sorted(times, reverse=True)
 
 
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("name", ["qwen3-235b", "gpt-oss-120b", "deepseek-v3"])
+def test_one_rank_takes_the_sum_of_its_layers(name: str, shards: int) -> None:
+    """The short way of one rank agrees with that of all layouts, to the last bit."""
+    own = costs("replicas", shards, shards, model=read_model_shape(find_model(name), "fp8"))
+    prompts = BatchLoad.of_parts([0, 700, 300], [512, 1, 1])
+    for load in (prompts, *(BatchLoad.decode(n, 37 * n + 500) for n in (1, 3, 9, 64, 200))):
+        times = own.layer_times([[load]], Ranks(num_attention=1, num_experts=1))
+        assert own.colocated_time(load) == step_seconds(times) + own.fixed_seconds([load])
+
+
 def test_activated_experts() -> None:
     even = EvenRouting(128, 8)
     assert even.num_activated(1) == pytest.approx(8)
