@@ -20,10 +20,12 @@ def test_published_rows_are_compared(
     monkeypatch.setattr("sys.argv", ["published_rows"])
     assert published_rows.main() == 0
     lines = capsys.readouterr().out.splitlines()
-    num_halves = len(published_rows.HALVES)
-    assert len(lines) == len(published_rows.ROWS) + num_halves + 3
-    assert lines[-2 - num_halves].startswith("median error ")
-    assert all(line.startswith("two micro-batches, LMSYS") for line in lines[-1 - num_halves : -1])
+    num_rows, num_halves = len(published_rows.ROWS), len(published_rows.HALVES)
+    ratios = lines[num_rows + 2 : -1]
+    assert lines[num_rows + 1].startswith("median error ")
+    assert all(line.startswith("two micro-batches, LMSYS") for line in ratios[:num_halves])
+    assert len(ratios) == num_halves + len(published_rows.BALANCED)
+    assert all(line.startswith("balanced experts, LMSYS") for line in ratios[num_halves:])
     assert "226.9 by its rates (+0.1%)" in lines[-1]
 
 
