@@ -101,7 +101,9 @@ class AttentionRank:
         except BaseException:
             if self._shards is not None:
                 self._shards.close()
-            if memories is not None:
+            if self._parcels is not None:
+                self._parcels.close()
+            elif memories is not None:
                 memories.close()
             raise
         eos = self._model.eos_token_ids
