@@ -166,7 +166,7 @@ class _Parts:
             first = 0 if kind == "repeated" else (1 + number) * batch
             return natural(self._text, batch, 96, temperature, first=first)
 
-        self._bench.turn(asked(0), warm)
+        self._bench.turn(asked(-1), warm)  # other natural text than that of the turns
         name = AUTO if length is None else f"K = {length}"
         return self._compare(f"{kind}, batch {batch}, {name}", asked, lambda: warm)
 
