@@ -62,7 +62,7 @@ def _locked(folder: Path) -> int:
             f"{folder} cannot be written ({error.strerror}): set XDG_CACHE_HOME to a folder that "
             "this user can write."
         ) from None
-    with contextlib.suppress(OSError):  # a file system without locks: nobody can delete anything
+    with contextlib.suppress(OSError):  # a file system without locks, where no process deletes
         fcntl.flock(lock, fcntl.LOCK_SH)
     os.utime(lock)
     return lock

@@ -1,4 +1,4 @@
-"""Processes that compute side by side what does not depend on each other."""
+"""Computes independent tasks in several processes."""
 
 from __future__ import annotations
 

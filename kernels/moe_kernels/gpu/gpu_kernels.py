@@ -202,7 +202,7 @@ class TritonKernels:
     ) -> Tensor:
         pages, (plan, groups) = call.pages, untuned(call.plan)
         q_THD = shape_qkv(qkv, norm, call.rotary, call.positions, call.kv_rows, pages, shape)
-        for rows, (q_norm, k_norm) in groups:  # over what the base model's norms have left
+        for rows, (q_norm, k_norm) in groups:  # replaces what the base model's norms wrote
             assert q_norm is not None and k_norm is not None, "norms of both"
             positions, kv_rows = _places(call, rows)
             own = QKNormWeights(q_norm, k_norm)
@@ -224,7 +224,7 @@ class TritonKernels:
         heads, rotary = (q_latent_THL, q_rope_THR, latent_TC), call.rotary
         places = call.positions, call.kv_rows
         q_THC = shape_latent(*heads, norm_weight_L, rotary, *places, pages, shape)
-        for rows, (own_L, _) in groups:  # over what the base model's norm has left in the pages
+        for rows, (own_L, _) in groups:  # replaces what the base model's norm wrote into the pages
             assert own_L is not None, "a norm of latents"
             q_latent, q_rope, latent = (each[rows] for each in heads)
             where = _places(call, rows)

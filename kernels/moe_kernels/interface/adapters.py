@@ -155,11 +155,11 @@ class AdaptedRows(Protocol):
         ...
 
     def normed(self, layer: int, norm: str, x_TD: Tensor, y_TD: Tensor, eps: float) -> Tensor:
-        """Returns normed rows `y_TD`, those of a fine-tune with its own norm."""
+        """Returns normed rows `y_TD`. A fine-tune's own norm replaces the base model's."""
         ...
 
     def lifted(self, layer: int, up: str, x_THK: Tensor, y_THN: Tensor) -> Tensor:
-        """Returns the result of a HeadLinear, that of a fine-tune with its own one."""
+        """Returns the result of a HeadLinear. A fine-tune's own layer replaces the base's."""
         ...
 
     def planned(

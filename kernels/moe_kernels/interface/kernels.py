@@ -191,7 +191,7 @@ class Kernels(Protocol):
 
     @property
     def adapters(self) -> AdapterKernels:
-        """What adapters add to the layers of a model."""
+        """Returns the kernels that serve adapters."""
         ...
 
     @property

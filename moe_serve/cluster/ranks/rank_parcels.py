@@ -170,7 +170,7 @@ class RankParcels:
 
 
 def _named_pages(order: RunStep | QueryPages) -> Iterator[int]:
-    """Yields the pages that an order names. A step may use other ones, which orders before it have
+    """Yields the pages that an order names. A step may also use pages that earlier orders have
     named."""
     for work in order.page_work:
         yield from work.clear

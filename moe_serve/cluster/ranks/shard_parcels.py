@@ -117,7 +117,7 @@ class ParcelTaker:
         """Takes a parcel after those before it. PagesTaken is reported when that is done."""
         with self._changed:
             if self._has_ended:
-                return  # nobody hears the rank any more
+                return  # the connection of the rank has ended
             self._pages[order.ticket] = order.pages
         self._waiting.put(order)
 

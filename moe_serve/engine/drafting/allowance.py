@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 _SHARE = 0.01  # of the time of steps, which the account earns
-_MOST_STEPS = 4.0  # steps whose time the account holds at first, and at most
-_STOP_STEPS, _MOST_DEBT_STEPS = 2.0, 6.0  # below zero: where all drafting stops, and the least
+# Balances in steps: at first and at most, the debt that stops all drafting, and the largest debt.
+_MOST_STEPS, _STOP_STEPS, _MOST_DEBT_STEPS = 4.0, 2.0, 6.0
 _LONGEST_PAUSE = 64  # steps
 _LOOKUP_S = 20e-6  # the time of a lookup before any was measured
-_COLD = 2.0  # lookups by whose time a step is longer that was behind some: its caches are cold
+_COLD = 2.0  # a step after lookups takes so many lookups longer, because its caches are cold
 _WEIGHT = 0.05  # of a new measurement
 _MOST_SLOWER = 4.0  # a measurement counts as at most this times the average
 
@@ -16,7 +16,7 @@ class DraftingAllowance:
     """Keeps an account of the time that drafts won and lost against plain steps.
 
     The account earns a share of the time of every step. It pays for lookups, and for a step with
-    drafts it gains or loses the difference to plain steps that would have come as far. What it
+    drafts it gains or loses the difference to plain steps that make the same progress. What it
     holds is limited, so drafts that have won for long may not lose for long. If it is empty, only
     sequences that are new or gain ask for drafts, and none does if it owes the time of two steps.
     So drafts cost little more than the share, whatever the controller expects of them.
@@ -44,8 +44,8 @@ class DraftingAllowance:
 
     @property
     def pause(self) -> int:
-        """Returns the number of steps until all sequences may look, or until those may draft that
-        gain."""
+        """Returns the number of steps until all sequences may look. If all drafting has stopped, it
+        is the number until sequences whose drafts gain may continue."""
         if self._step_s is None:
             return 0
         debt_s = -self._left_s - (0.0 if self.may_draft else _STOP_STEPS * self._step_s)

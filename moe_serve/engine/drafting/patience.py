@@ -7,14 +7,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-_NUM_VAIN = 5  # proposals in turn without a gain, before asking pauses: the first is known then
+_NUM_VAIN = 5  # proposals in turn without a gain, before a sequence pauses
 _HOPELESS = 0.1  # expected tokens below which a proposal was not worth its time
 _MAX_PAUSE, _SHORT_PAUSE = 31, 3  # steps: after hopeless proposals, and after others
 
 
 @dataclass(slots=True)
 class _Wait:
-    """How a sequence asks since a draft promised a gain."""
+    """Counts what one sequence did since a draft promised it a gain."""
 
     num_vain: int = 0  # proposals in turn that promised no gain
     pause: int = 0  # length of the last pause, in steps

@@ -14,7 +14,7 @@ _DRIFT = 0.03  # a change of an average that changes the estimates
 _MOST_DRAFTED = 12  # steps with drafts in turn, before a plain one
 _LEAST_DRAFTED = 4  # drafted tokens that any step may verify
 _MAX_AGE = 512  # steps after which an average that was not measured again counts less
-_MOST_OFF = 3.0  # a measurement counts as at most so many times the average; the least likewise
+_MOST_OFF = 3.0  # a measurement counts as a third of the average at least, and three times at most
 
 
 class StepTimes:
@@ -42,8 +42,8 @@ class StepTimes:
     def observe(
         self, num_rows: int, seconds: float, *, num_drafted: int = 0, num_steps: int = 1
     ) -> None:
-        """Adds the time of a step, of whose rows `num_drafted` were drafted, or the mean time of
-        several plain steps."""
+        """Adds the time of a step, or the mean time of several plain steps. `num_drafted` of its
+        rows were drafted."""
         base = num_rows - num_drafted
         self._num_steps += num_steps
         if self._num_steps >= self._num_kept + _MAX_AGE:
@@ -65,8 +65,8 @@ class StepTimes:
             self._known.clear()
 
     def seconds(self, num_sequences: int) -> Callable[[int], float]:
-        """Returns a function from the number of rows of so many sequences to the expected seconds,
-        or to relative times before any measurement. Use it before the next measurement.
+        """Returns a function that predicts the seconds of a step of these sequences from its number
+        of rows. Before any measurement the times are relative. It holds until the next measurement.
         """
         known = self._known.get(num_sequences)
         if known is None:
@@ -80,8 +80,8 @@ class StepTimes:
         return (self._num_steps - self._num_plain) % (1 + _MOST_DRAFTED) == _MOST_DRAFTED
 
     def num_known(self, num_sequences: int) -> int:
-        """Returns the number of drafted tokens that a step may verify: four, or so many that it has
-        at most twice the rows of those measured. Beyond them the estimate is a guess.
+        """Returns the number of drafted tokens that a step may verify: four, or more as long as it
+        has at most twice as many rows as any measured one. Beyond that the estimate is a guess.
         """
         most_rows = max(num_sequences, self._drafted_of(num_sequences).most_rows)
         return max(_LEAST_DRAFTED, 2 * most_rows - num_sequences)

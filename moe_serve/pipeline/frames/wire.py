@@ -1,7 +1,7 @@
-"""Lays out the frames that attention and expert ranks exchange: a header and rows in one buffer.
+"""Lays out the frames that attention and expert ranks exchange. A frame is a header and rows.
 
-T is the number of rows planned for the exchange, n the number that is sent, K the number of
-experts of a row, E that of all experts, and D the width of the model.
+T rows are planned for the exchange, and n of them are sent. K: experts of a row; E: all experts;
+D: width of the model.
 
     dispatch  [ header | foreseen [E] uint8 | ids [T, K] int32 | weights [T, K] fp32 |
                 scales [T] fp32 | x [n, D] ]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-_Ways = tuple[int, int]  # out of one end and into another: 2 n and 2 n + 1, for end n
+_Ways = tuple[int, int]  # the way out of one end and into another; end n has 2 n and 2 n + 1
 
 
 @dataclass(slots=True, eq=False)
