@@ -44,6 +44,7 @@ class Rival:
         self.llm = LLM(
             model, batch_policy=policy, predictor=predictor, max_num_seqs=size,
             num_pages=num_pages, num_threads=num_threads, micro_batches=num_groups,
+            speculation="off",
         )  # fmt: skip
 
     def round(

@@ -30,6 +30,7 @@ from moe_serve.config.sections import (
     LayeredPrefillName,
     ModelConfig,
     SchedulerConfig,
+    SpeculationConfig,
 )
 from moe_serve.engine.build import BuiltEngine, build_engine
 from moe_serve.engine.engine import Engine
@@ -175,6 +176,7 @@ class Runs:
         self._chunk, most = options.chunk, max(options.prompts)
         pages = -(-(most + 64) // 16) + (num_decoding + 1) * 64
         config = EngineConfig(
+            speculation=SpeculationConfig(method="off"),
             model=ModelConfig(path=folder, num_threads=1),
             cache=CacheConfig(num_pages=max(pages, 300), prefix_cache=False),
             scheduler=SchedulerConfig(
@@ -274,7 +276,10 @@ class Runs:
 
 def _with(config: EngineConfig, mode: LayeredPrefillName) -> EngineConfig:
     return EngineConfig(
-        model=config.model, cache=config.cache, scheduler=SchedulerConfig(layered_prefill=mode)
+        speculation=SpeculationConfig(method="off"),
+        model=config.model,
+        cache=config.cache,
+        scheduler=SchedulerConfig(layered_prefill=mode),
     )
 
 

@@ -34,6 +34,7 @@ from moe_serve.config.sections import (
     ModelConfig,
     PredictorConfig,
     SchedulerConfig,
+    SpeculationConfig,
 )
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.driven_engine import DrivenEngine
@@ -102,6 +103,7 @@ def _engine(
     predictor: PredictorConfig,
 ) -> DrivenEngine:
     config = EngineConfig(
+        speculation=SpeculationConfig(method="off"),
         model=ModelConfig(
             path=str(folder),
             num_threads=options.threads,

@@ -40,6 +40,7 @@ from moe_serve.config.sections import (
     ModelConfig,
     PipelineConfig,
     SchedulerConfig,
+    SpeculationConfig,
 )
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.driven_engine import DrivenEngine
@@ -249,6 +250,7 @@ def _over_idle(steps: Sequence[Step]) -> dict[str, Any]:
 def _config(options: argparse.Namespace, placement: str | None) -> EngineConfig:
     """Returns the configuration of a server; without a placement it is one process."""
     config = EngineConfig(
+        speculation=SpeculationConfig(method="off"),
         model=ModelConfig(num_threads=1),
         cache=CacheConfig(num_pages=2048),
         scheduler=SchedulerConfig(max_num_seqs=options.clients),

@@ -72,7 +72,7 @@ def _choices(options: argparse.Namespace) -> Choices:
     LocalTransport.dispatch = keeping  # type: ignore[assignment,method-assign]
     try:
         streams = token_streams(options.texts, Tokenizer.load(demo_model_folder()))
-        with LLM(prefix_cache=False) as llm:
+        with LLM(prefix_cache=False, speculation="off") as llm:
             prompts = draw(streams, options.prompts, 64, seed=0)
             llm.generate(prompts, SamplingParams(max_tokens=32, ignore_eos=True))
     finally:

@@ -16,6 +16,7 @@ from moe_serve.config.sections import (
     EngineConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculationConfig,
 )
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.request.request import FinishReason, GenerationRequest
@@ -30,6 +31,7 @@ class OwnEngine:
         pages_of_each = -(-(work.longest + 1) // CacheConfig().page_size)
         is_torch_set = bool(entrant.weights) and device.type == "cpu"
         config = EngineConfig(
+            speculation=SpeculationConfig(method="off"),
             model=ModelConfig(
                 path=job.folder,
                 dtype=cast(DtypeName, job.dtype),

@@ -31,8 +31,8 @@ class Server:
 
 @contextmanager
 def spawned_server(options: str) -> Iterator[str]:
-    """Starts a server on a free port with additional `options`, yields its URL when it is ready,
-    stops it.
+    """Starts a server without drafts on a free port with additional `options`, yields its URL when
+    it is ready, stops it.
     """
     with spawned_process(options) as server:
         yield server.url
@@ -46,7 +46,8 @@ def spawned_process(
     environment variables."""
     port = _free_port()
     command = [sys.executable, "-m", "moe_serve", "serve", "--port", str(port)]
-    environment, began = child_environment() | dict(settings or {}), time.monotonic()
+    drafts = {"MOE_SERVE_SPECULATION_METHOD": "off"}
+    environment, began = drafts | child_environment() | dict(settings or {}), time.monotonic()
     process = subprocess.Popen(
         [*command, *shlex.split(options)], stdout=subprocess.DEVNULL, env=environment
     )

@@ -22,7 +22,13 @@ import numpy as np
 from harness.environment import write_report
 from moe_serve.cluster.started_ranks import build_cluster
 from moe_serve.cluster.steps.cluster_engine import ClusterEngine
-from moe_serve.config.sections import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
+from moe_serve.config.sections import (
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    ModelConfig,
+    SpeculationConfig,
+)
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
 
@@ -48,6 +54,7 @@ def requests(num_tokens: int, seed: int) -> list[GenerationRequest]:
 def recovery(num_tokens: int, tier_bytes: int | None, seed: int) -> tuple[float, Answers]:
     """Returns the seconds from the kill to the last next token, and the answers."""
     config = EngineConfig(
+        speculation=SpeculationConfig(method="off"),
         model=ModelConfig(num_threads=1),
         cache=CacheConfig(memory_tier_bytes=tier_bytes, checkpoint_after_s=0.2),
         cluster=ClusterConfig(attention_ranks=2, expert_ranks=2),

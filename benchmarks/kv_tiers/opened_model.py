@@ -27,6 +27,7 @@ def opened(arguments: argparse.Namespace, folder: Path | None, num_pages: int | 
     """Opens the model, with a tier in `folder`, and waits until the tier is open."""
     llm = LLM(
         arguments.model,
+        speculation="off",
         num_threads=arguments.threads,
         num_pages=num_pages,
         max_model_len=None if num_pages is None else num_pages * 16 - 16,

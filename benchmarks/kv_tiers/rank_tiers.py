@@ -13,7 +13,13 @@ import numpy as np
 from kv_tiers.opened_model import drop_file_cache, med
 from moe_serve.cache.tiers.store import TierStats
 from moe_serve.cluster.started_ranks import build_cluster
-from moe_serve.config.sections import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
+from moe_serve.config.sections import (
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    ModelConfig,
+    SpeculationConfig,
+)
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.opened_model import ServedCheckpoint
 from moe_serve.engine.request.request import GenerationRequest
@@ -33,7 +39,10 @@ def opened_ranks(
     """Starts ranks with the demonstration model, and waits until their disk tier is open."""
     ranks = ClusterConfig(attention_ranks=num_attention, expert_ranks=1)
     config = EngineConfig(
-        model=model_config(arguments, cache.num_pages), cache=cache, cluster=ranks
+        speculation=SpeculationConfig(method="off"),
+        model=model_config(arguments, cache.num_pages),
+        cache=cache,
+        cluster=ranks,
     )
     engine = build_cluster(config).engine
     while cache.disk_path is not None and not tier_of(engine).is_reading:

@@ -27,7 +27,13 @@ from moe_serve.adapters.adapter_build import AdapterBuilder
 from moe_serve.adapters.adapter_files import open_unchanged
 from moe_serve.adapters.load_rests import LoadRests
 from moe_serve.config.adapter_config import AdapterConfig
-from moe_serve.config.sections import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from moe_serve.config.sections import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from moe_serve.engine.build import BuiltEngine, build_engine
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
@@ -96,6 +102,7 @@ def measure(options: argparse.Namespace, root: Path) -> dict[str, Found]:
     loader = ModelLoader(demo_model_folder())
     folders = list(write_loras(loader, root, 2, options.on).values())
     config = EngineConfig(
+        speculation=SpeculationConfig(method="off"),
         model=ModelConfig(num_threads=1, max_model_len=1024),
         scheduler=SchedulerConfig(max_num_seqs=16),
         cache=CacheConfig(prefix_cache=False),

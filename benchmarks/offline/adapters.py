@@ -87,7 +87,11 @@ def measure(options: argparse.Namespace, root: Path) -> dict[str, float]:
     clock = time.process_time if options.clock == "cpu" else time.perf_counter
     rng = np.random.default_rng(1)
     prompts = [rng.integers(1, 250, 8).tolist() for _ in range(options.streams)]
-    settings: dict[str, Any] = {"num_threads": options.threads, "prefix_cache": False}
+    settings: dict[str, Any] = {
+        "num_threads": options.threads,
+        "prefix_cache": False,
+        "speculation": "off",
+    }
     settings |= {"max_model_len": 256, **_LAYOUTS[options.layout]}
     found: dict[str, list[float]] = {}
     with ExitStack() as stack:

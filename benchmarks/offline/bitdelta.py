@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -150,7 +151,8 @@ def measure(options: argparse.Namespace, root: Path) -> Mapping[str, float]:
         folders["fitted"] = str(root / "fitted")
         found["divergence, mean scales, nats"] = done.before.divergence
         found["divergence, fitted scales, nats"] = done.after.divergence
-    settings = {"num_threads": options.threads, "prefix_cache": False, "max_model_len": 1024}
+    settings: dict[str, Any] = {"num_threads": options.threads, "max_model_len": 1024}
+    settings |= {"prefix_cache": False, "speculation": "off"}
     with LLM(str(base), adapters=folders, **settings) as llm:
         windows = windows_of(base, options.windows)
         for name in (None, "matrix0", "row0", *(["fitted"] if options.steps else [])):

@@ -67,6 +67,7 @@ def main() -> int:
         max_num_seqs=1,
         num_threads=arguments.threads,
         prefix_cache=False,
+        speculation="off",
         low_bit_products=arguments.products,
     ) as llm:
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=arguments.steps)

@@ -25,6 +25,7 @@ from moe_serve.config.sections import (
     ModelConfig,
     PipelineConfig,
     SchedulerConfig,
+    SpeculationConfig,
 )
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.request.request import GenerationRequest
@@ -85,6 +86,7 @@ def _config(options: argparse.Namespace, num_micro_batches: int, is_ahead: bool)
     context = PROMPT + _num_tokens(options)
     pages = most * (-(-context // 16) + 1) + 1
     return EngineConfig(
+        speculation=SpeculationConfig(method="off"),
         model=ModelConfig(path=options.model, num_threads=1, max_model_len=context),
         cache=CacheConfig(num_pages=pages, prefix_cache=False),
         scheduler=SchedulerConfig(

@@ -31,6 +31,7 @@ from moe_serve.config.sections import (
     EngineConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculationConfig,
 )
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.driven_engine import DrivenEngine
@@ -177,6 +178,7 @@ def _config(model: Path, max_batch: int, context: int, *, is_pair: bool) -> Engi
     """Returns the configuration: colocated with two threads, or ranks with one each."""
     pages = max_batch * (-(-context // 16) + 1) + 1
     return EngineConfig(
+        speculation=SpeculationConfig(method="off"),
         model=ModelConfig(path=str(model), num_threads=1 if is_pair else 2, max_model_len=context),
         cache=CacheConfig(num_pages=pages, prefix_cache=False),
         scheduler=SchedulerConfig(

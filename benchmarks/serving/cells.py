@@ -30,7 +30,7 @@ from harness.environment import write_report
 from moe_serve.cluster.cells.cells_engine import CellsEngine
 from moe_serve.cluster.started_cells import build_any_engine
 from moe_serve.config.cells import CellsConfig, HandOverName
-from moe_serve.config.sections import EngineConfig, ModelConfig, SchedulerConfig
+from moe_serve.config.sections import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.engine.request.moves_stats import MovesStats
 from moe_serve.engine.request.request import GenerationRequest
@@ -50,6 +50,7 @@ def engine_of(
     options: Options, layout: str, hand_over: HandOverName = "always", prefill_nice: int = 0
 ) -> DrivenEngine:
     config = EngineConfig(
+        speculation=SpeculationConfig(method="off"),
         model=ModelConfig(path=options.model, num_threads=1),
         scheduler=SchedulerConfig(max_batched_tokens=options.chunk),
         cells=CellsConfig(

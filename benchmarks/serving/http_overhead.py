@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.environment import write_report
-from moe_serve.config.sections import CacheConfig, EngineConfig, ModelConfig
+from moe_serve.config.sections import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from moe_serve.engine.build import BuiltEngine, build_engine
 from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sampling_params import SamplingParams
@@ -34,10 +34,14 @@ _NUM_PAGES = 4096
 
 def main() -> int:
     arguments = _parser().parse_args()
-    config = EngineConfig(model=ModelConfig(num_threads=1), cache=CacheConfig(num_pages=_NUM_PAGES))
+    config = EngineConfig(
+        speculation=SpeculationConfig(method="off"),
+        model=ModelConfig(num_threads=1),
+        cache=CacheConfig(num_pages=_NUM_PAGES),
+    )
     built = build_engine(config)
     rounds = []
-    with Served(0, 0, 1.0, num_pages=_NUM_PAGES) as served:
+    with Served(0, 0, 1.0, num_pages=_NUM_PAGES, speculation="off") as served:
         for number in range(arguments.rounds + 1):
             asked = bodies(
                 arguments.streams, arguments.prompt, arguments.output, _VOCAB_SIZE, number

@@ -32,6 +32,7 @@ from moe_serve.config.sections import (
     EngineConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculationConfig,
     TraceConfig,
 )
 from moe_serve.engine.build import BuiltEngine
@@ -93,6 +94,7 @@ class Figure:
 def main(words: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(words)
     config = EngineConfig(
+        speculation=SpeculationConfig(method="off"),
         model=ModelConfig(path=arguments.model, num_threads=arguments.threads),
         cache=CacheConfig(prefix_cache=False),
         scheduler=SchedulerConfig(max_num_seqs=arguments.requests),

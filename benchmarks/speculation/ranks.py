@@ -1,15 +1,17 @@
-"""Compares the gain on repeated requests with separate ranks and in one process.
+"""Compares the gain of drafts with separate ranks and in one process.
 
 Each layout has an engine without drafts and one with, in the same run. Their turns alternate, and
-their answers must be equal.
+their answers must be equal. Requests repeat in every turn, or are natural text that is new in each.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from moe_serve.cluster.started_cells import build_any_engine
@@ -29,7 +31,8 @@ from moe_serve.text.tokenizer import Tokenizer
 
 from .workloads import natural
 
-_METHODS: tuple[SpeculationMethod, ...] = ("off", "suffix")
+_METHODS: tuple[SpeculationMethod, ...] = ("off", "auto")
+_BATCHES = (1, 4, 8)
 _LAYOUTS = {"one process": (0, 0), "1A1E": (1, 1)}
 
 
@@ -42,24 +45,37 @@ def gains_by_layout(rounds: int, num_threads: int) -> Iterator[str]:
             for engine in pairs[name]:
                 opened.callback(engine.close)
         tokenizer = Tokenizer.load(demo_model_folder())
-        for batch in (1, 4, 8):
-            asked = natural(tokenizer, batch, 160, 0.0)
+        for kind, batch in itertools.product(("repeated", "natural text"), _BATCHES):
+            asked = functools.partial(_asked, tokenizer, kind, batch)
             for name, (off, on) in pairs.items():
-                yield f"repeated, batch {batch}, {name}: {_gain(off, on, asked, rounds)}"
+                yield f"{kind}, batch {batch}, {name}: {_gain(off, on, asked, rounds)}"
+
+
+def _asked(tokenizer: Tokenizer, kind: str, batch: int, number: int) -> list[GenerationRequest]:
+    """Returns the requests of a turn: the same in each, or ever other ones at T = 0.7."""
+    if kind == "repeated":
+        return natural(tokenizer, batch, 160, 0.0)
+    return natural(tokenizer, batch, 160, 0.7, first=(2 + number) * batch)
 
 
 def _gain(
-    off: DrivenEngine, on: DrivenEngine, asked: Sequence[GenerationRequest], rounds: int
+    off: DrivenEngine,
+    on: DrivenEngine,
+    asked: Callable[[int], list[GenerationRequest]],
+    rounds: int,
 ) -> str:
     for engine in (off, on):
-        _turn(engine, asked, -1)  # the answers that are drafted later
-    gains, accepted = list[float](), on.stats().counts.drafts.total.num_accepted
+        _turn(engine, asked(-1), -1)  # the answers that are drafted later
+    gains, num_tokens = list[float](), 0
+    before = on.stats().counts.drafts.total.num_accepted
     for number in range(rounds):
-        turns = [_turn(engine, asked, number) for engine in (off, on)]
-        assert turns[0][1] == turns[1][1], "drafts changed a token"
-        gains.append(turns[0][0] / turns[1][0])
-    num_tokens = rounds * sum(len(answer) for answer in turns[0][1].values())
-    accepted = on.stats().counts.drafts.total.num_accepted - accepted
+        requests = asked(number)
+        order = (off, on) if number % 2 else (on, off)
+        turns = {engine is on: _turn(engine, requests, number) for engine in order}
+        assert turns[False][1] == turns[True][1], "drafts changed a token"
+        gains.append(turns[False][0] / turns[True][0])
+        num_tokens += sum(map(len, turns[True][1].values()))
+    accepted = on.stats().counts.drafts.total.num_accepted - before
     return (
         f"{statistics.median(gains):.2f}x ({min(gains):.2f} to {max(gains):.2f}), "
         f"{num_tokens / (num_tokens - accepted):.2f} tokens a step"

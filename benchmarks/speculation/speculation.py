@@ -13,9 +13,9 @@ client sends the answer with some tokens edited), `schema` (JSON with long keys)
 without loops), `wrong` (drafts that are never right), `auto` (the controller beside fixed lengths),
 `head` (a trained head), `self` (the model itself with fewer experts). `auto` compares on repeated
 requests and on natural text, and prints below the table which share of the best length it reaches.
-`ranks` runs repeated requests on 1A1E and in one process, `time` measures what looking for drafts
-costs, and `head-limit` computes the most that the head's guesses can gain. `controller` compares
-the controller with fixed lengths in virtual time, so other programs do not disturb it, and `costs`
+`ranks` runs both on 1A1E and in one process, `time` measures what looking for drafts costs, and
+`head-limit` computes the most that the head's guesses can gain. `controller` compares the
+controller with fixed lengths in virtual time, so other programs do not disturb it, and `costs`
 measures the steps of which it is made.
 
 A model with random weights can run `oracle` and `random-prediction` only, as its answers mean

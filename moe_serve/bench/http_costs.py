@@ -95,9 +95,10 @@ def measure_http(model: MeasuredModel, most_turns: int = _TURNS) -> tuple[HttpCo
 def started_server(
     folder: Path, device: str, num_threads: int, options: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Starts a server on a free port of this machine, and stops it -> its URL. Raises
+    """Starts a server without drafts on a free port, and stops it -> its URL. Raises
     BenchServerError if it ends before it is ready."""
-    flags = ("--port", "0", "--device", device, "--num-threads", str(num_threads), *options)
+    flags = ("--port", "0", "--device", device, "--num-threads", str(num_threads))
+    flags += ("--speculative-config", '{"method": "off"}', *options)
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(
             module_command("moe_serve", "serve", str(folder), *flags),

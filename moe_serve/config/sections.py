@@ -209,7 +209,7 @@ class PredictorConfig:
 class SpeculationConfig:
     """Drafted tokens, of which a step verifies several. They never change an answer."""
 
-    method: SpeculationMethod = "off"  # the drafters; auto: all that cost nothing
+    method: SpeculationMethod = "auto"  # the drafters; auto: all that cost nothing
     max_tokens: int = 16  # most drafted tokens of a request in one step
     is_adaptive: bool = True  # only drafts that measured times show to pay; else all
     prompt_lookup_min: int = 2  # least tokens that must agree in a request's own text

@@ -116,7 +116,7 @@ class LLM:
         predictor: str | None = None,
         num_threads: int | None = None,
         cuda_graphs: CudaGraphsName = "auto",
-        speculation: SpeculationMethod = "off",
+        speculation: SpeculationMethod = "auto",
         adapters: Mapping[str, str] | None = None,
         merge_adapter: str | None = None,
         expert_lora: ExpertLora = "auto",

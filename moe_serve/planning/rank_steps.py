@@ -24,7 +24,13 @@ from moe_serve.cluster.started_cells import build_cells
 from moe_serve.cluster.started_ranks import build_cluster
 from moe_serve.config.cell_config import config_of_cell
 from moe_serve.config.cells import CellsConfig, CellShape
-from moe_serve.config.sections import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from moe_serve.config.sections import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from moe_serve.engine.driven_engine import DrivenEngine
 from moe_serve.model.step_plan import StepPlan
 from moe_serve.pipeline.costs.micro_batch_choice import MAX_MICRO_BATCHES, MicroBatchChooser
@@ -176,6 +182,7 @@ def started_layout(
 
 def _config(folder: Path, device: str, num_threads: int | None) -> EngineConfig:
     return EngineConfig(
+        speculation=SpeculationConfig(method="off"),
         model=ModelConfig(path=str(folder), device=device, num_threads=num_threads),  # type: ignore[arg-type]
         cache=CacheConfig(prefix_cache=False),
         scheduler=SchedulerConfig(max_num_seqs=_MOST_SEQUENCES),

@@ -20,6 +20,7 @@ class MoeServe:
             max_num_seqs=job.max_num_seqs,
             num_threads=job.num_threads,
             prefix_cache=False,  # the same prompts run several times
+            speculation="off",
             low_bit_products=cast(LowBitProductsName, job.variant or "exact"),
         )
 

@@ -149,7 +149,7 @@ class BatchOptions:
         key="speculation.method",
         help="Speculative decoding, as a JSON object with vLLM's keys: method (off, auto, ngram, "
         "suffix, head, mtp or self), num_speculative_tokens, prompt_lookup_min, prompt_lookup_max, "
-        "model (folder of a drafting head). Answers stay the same. Default: off.",
+        "model (folder of a drafting head). Answers stay the same. Default: auto.",
         rich_help_panel=LIMITS,
     )
 

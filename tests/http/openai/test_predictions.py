@@ -16,6 +16,7 @@ from moe_serve.engine.request.draft_counts import DraftCounts, SourceCounts
 from moe_serve.http.dashboard.facts import DashboardFacts
 
 ON = DashboardFacts(speculation=SpeculationConfig(method="auto"))
+OFF = DashboardFacts(speculation=SpeculationConfig(method="off"))
 ASK = [{"role": "user", "content": "hi"}]
 ROUTE = "/v1/chat/completions"
 ANSWER = "0123456789"
@@ -126,7 +127,7 @@ def test_a_request_switches_its_drafts_off(
 
 
 def test_without_speculation_it_has_no_effect(make_app: MakeApp, engine: Any) -> None:
-    client = TestClient(make_app(request_metrics=True))
+    client = TestClient(make_app(OFF, request_metrics=True))
     response = client.post(ROUTE, json=chat())
     assert response.status_code == 200 and engine.submitted[0].prediction == ()
     assert response.headers["X-Ignored-Parameters"] == "prediction"
