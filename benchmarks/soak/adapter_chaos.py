@@ -227,7 +227,7 @@ class Chaos:
             self.tally.problems.append(f"{delta.request_id} failed: {delta.error}")
         if delta.num_cached_tokens and key not in self._asked:
             self.tally.problems.append(f"{delta.request_id} found pages of another content")
-        running.found += [delta.token_ids, delta.logprobs]
+        running.found += _tokens_of(delta)
         self._asked.add(key)
         if delta.finish_reason is None:
             return
@@ -258,6 +258,11 @@ def answers_of(
             while engine.has_work:
                 for delta in engine.step():
                     assert delta.error is None, delta
-                    found += [delta.token_ids, delta.logprobs]
+                    found += _tokens_of(delta)
             answers[digest, prompt] = tuple(found)
     return answers
+
+
+def _tokens_of(delta: TokenDelta) -> list[object]:
+    """Returns each token with its log probability: a step may give several."""
+    return list(zip(delta.token_ids, delta.logprobs or [None] * len(delta.token_ids), strict=True))

@@ -97,8 +97,8 @@ def started_server(
 ) -> Iterator[str]:
     """Starts a server without drafts on a free port, and stops it -> its URL. Raises
     BenchServerError if it ends before it is ready."""
-    flags = ("--port", "0", "--device", device, "--num-threads", str(num_threads))
-    flags += ("--speculative-config", '{"method": "off"}', *options)
+    flags = ["--port", "0", "--device", device, "--num-threads", str(num_threads)]
+    flags += ["--speculative-config", '{"method": "off"}', *options]
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(
             module_command("moe_serve", "serve", str(folder), *flags),

@@ -257,7 +257,10 @@ def test_nan_out_of_the_windows_sight_does_not_enter(checkpoints: dict[str, Path
 
 
 def tokens_of(deltas: list[TokenDelta]) -> list[tuple[object, object]]:
-    return [(delta.token_ids, delta.logprobs) for delta in deltas]
+    """Returns each token with its log probabilities, in whatever runs they came."""
+    tokens = [token for delta in deltas for token in delta.token_ids]
+    logprobs = [each for delta in deltas for each in delta.logprobs or ()]
+    return list(zip(tokens, logprobs, strict=True))
 
 
 def assert_cache_is_finite(engine: Engine) -> None:

@@ -281,7 +281,7 @@ ENGINE_PARAMS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def llms() -> Iterator[tuple[LLM, LLM, RunExecutor]]:
-    with LLM() as alone, LLM() as other:
+    with LLM(speculation="off") as alone, LLM(speculation="off") as other:
         yield alone, other, give_runs(other._engine, most=4, seed=1)
 
 

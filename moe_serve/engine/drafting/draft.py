@@ -9,6 +9,8 @@ from typing import Protocol
 
 from moe_serve.engine.request.sequence import Sequence
 
+_WARM = 0.85  # temperature
+
 
 class DraftSource(str, Enum):
     """The kind of drafter that proposed a draft; a label of the metrics."""
@@ -50,6 +52,16 @@ class DraftProposal:
     source: str  # a `DraftSource`
     token_ids: tuple[int, ...]
     confidences: tuple[int, ...] = ()  # see `Draft`
+
+    def draft(self, temperature: float) -> Draft:
+        """Returns the draft for a request with this temperature. Its evidence is the number of
+        tokens that a grammar forces. That of a guess differs for greedy requests and for low and
+        high temperatures, because these accept guesses at different rates.
+        """
+        source, evidence = DraftSource(self.source), len(self.token_ids)
+        if source is not DraftSource.GRAMMAR:
+            evidence = 0 if temperature == 0.0 else 2 if temperature < _WARM else 4
+        return Draft(self.token_ids, source, evidence, self.confidences)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,11 @@ from moe_serve.engine.drafting.shadows import Shadows
 from moe_serve.engine.drafting.step_times import StepTimes
 from moe_serve.engine.request.draft_counts import DraftCounter, DraftCounts
 from moe_serve.engine.request.request import DraftResult
-from moe_serve.engine.request.sequence import Schedule, Sequence, StopRule
+from moe_serve.engine.request.sequence import Schedule, Sequence, StopRule, may_draft
 
 Survivals = dict[int, list[float]]  # by sequence id; see `Acceptance.survivals`
 _ENOUGH = 0.6  # share of the longest draft
 _CERTAIN = 0.95  # survival of the last token of a draft that a grammar forces
-_WARM = 0.85  # temperature
 
 
 class Drafting:
@@ -68,7 +67,8 @@ class Drafting:
         self._allowance, self._shadows = DraftingAllowance(), Shadows()
         self._proposed = NO_PROPOSALS.of  # of the last step
         self._looked_s = 0.0  # by which lookups made the running step longer
-        self._gain, self._num_forced = 0.0, 0  # of the running step, see `note_step`
+        # of the running step, see `note_step`; `_num_found` drafts are no predictions
+        self._gain, self._num_forced, self._num_found = 0.0, 0, 0
         self._survivals: Survivals | None = None  # of the drafts that `choose` found
         self._counter = DraftCounter()
 
@@ -79,7 +79,8 @@ class Drafting:
 
     def choose(self, schedule: Schedule, most: int) -> dict[int, Draft]:
         """Returns the drafts to verify in a step of at most `most` more rows, by sequence id."""
-        self._gain, self._num_forced, self._looked_s, self._survivals = 0.0, 0, 0.0, {}
+        self._gain, self._num_forced, self._num_found = 0.0, 0, 0
+        self._looked_s, self._survivals = 0.0, {}
         drafts = self._find(schedule)
         chosen = self._chosen(schedule, most, drafts) if drafts else drafts
         if self._guessing is not None:
@@ -145,6 +146,7 @@ class Drafting:
         """Learns from a draft that was verified. `num_accepted` of its tokens were published."""
         result = DraftResult(draft.source.value, len(draft.token_ids), num_accepted)
         self._acceptance.note(sequence_id, draft, num_accepted)
+        self._num_found += draft.source is not DraftSource.PREDICTION
         if draft.source is DraftSource.GRAMMAR:
             self._num_forced += num_accepted
         else:
@@ -163,6 +165,8 @@ class Drafting:
         pause = self._allowance.pause
         if self._allowance.may_draft:
             pause = self._patience.pause(schedule, pause)
+        elif self._allowance.may_follow and _predicted(schedule):
+            return 0
         if self._guessing is not None:
             seconds_of = self._times.seconds(len(schedule))
             pause = min(pause, self._guessing.pause(len(schedule), seconds_of))
@@ -194,7 +198,7 @@ class Drafting:
             seconds = (min(seconds, 3 * seconds_of(num_rows)) + seconds_of(num_rows)) / 2
             worth = exp(self._gain / base) + self._num_forced / base
             won_s = worth * step_s - seconds
-        self._allowance.settle(1, step_s, won_s)
+        self._allowance.settle(1, step_s, won_s, by_predictions=not self._num_found)
 
     def note_proposals(self, num_sequences: int, proposals: Proposals) -> None:
         """Keeps the proposals of grammars and of a network after a step of so many sequences, for
@@ -253,7 +257,7 @@ class Drafting:
         clock = self._clock()
         for key in asking:
             sequence, count = schedule[key]
-            if _may_draft(sequence, count):
+            if may_draft(sequence, count):
                 num_lookups += 1
                 draft = self._propose(sequence, looks=True)
                 if draft is not None:
@@ -263,7 +267,7 @@ class Drafting:
             elif not sequence.request.drafts:
                 self._patience.in_vain(key, 0.0)
         for key in self._proposed:  # these need no lookup
-            if key in schedule and key not in drafts and _may_draft(*schedule[key]):
+            if key in schedule and key not in drafts and may_draft(*schedule[key]):
                 draft = self._propose(schedule[key][0], looks=False)
                 if draft is not None:
                     drafts[key] = draft
@@ -276,9 +280,13 @@ class Drafting:
         if not self._is_adaptive:
             return schedule
         allowance = self._allowance
-        if self._times.is_plain_due or not allowance.may_draft:
+        if self._times.is_plain_due:
             return ()
-        return self._patience.awake(schedule, has_time=allowance.may_look)
+        if not allowance.may_draft:
+            return _predicted(schedule) if allowance.may_follow else ()
+        asking = self._patience.awake(schedule, has_time=allowance.may_look)
+        stopped = () if allowance.may_follow else _predicted(schedule)
+        return [key for key in asking if key not in stopped] if stopped else asking
 
     def _note_vain(self, schedule: Schedule, expected: Mapping[int, float | None]) -> None:
         """Notes the sequences whose drafts promise no gain, with the tokens to expect of them. A
@@ -312,10 +320,7 @@ class Drafting:
 
     def _proposals(self, sequence: Sequence, most: int, *, looks: bool) -> Iterable[Draft]:
         if proposal := self._proposed.get(sequence.id):
-            source, tokens = DraftSource(proposal.source), proposal.token_ids
-            is_grammar = source is DraftSource.GRAMMAR
-            evidence = len(tokens) if is_grammar else _warmth(sequence.request.params.temperature)
-            yield Draft(tokens, source, evidence, proposal.confidences).cut(most)
+            yield proposal.draft(sequence.request.params.temperature).cut(most)
         for drafter in self._drafters if looks else ():
             draft = drafter.propose(sequence, most)
             if draft is not None:
@@ -338,13 +343,6 @@ def _num_sampled(schedule: Schedule) -> int:
     )
 
 
-def _warmth(temperature: float) -> int:
-    """Returns the evidence of a guess. It differs for greedy requests and for low and high
-    temperatures, whose guesses are accepted at different rates."""
-    return 0 if temperature == 0.0 else 2 if temperature < _WARM else 4
-
-
-def _may_draft(sequence: Sequence, count: int) -> bool:
-    """Returns whether a sequence gets its next token from one row, and the client lets it draft."""
-    is_decoding = count == 1 and sequence.num_pending_tokens == 1 and sequence.num_output_tokens > 0
-    return is_decoding and sequence.request.drafts
+def _predicted(schedule: Schedule) -> list[int]:
+    """Returns the sequences whose client sent a prediction."""
+    return [key for key, (sequence, _) in schedule.items() if sequence.request.prediction]

@@ -256,6 +256,13 @@ class Sequence:
 Schedule = dict[int, tuple[Sequence, int]]  # sequence id -> (sequence, tokens to compute)
 
 
+def may_draft(sequence: Sequence, count: int) -> bool:
+    """Returns whether a sequence gets its next token from one row, and the client lets it draft.
+    `count` is the number of tokens that it computes in the step."""
+    is_decoding = count == 1 and sequence.num_pending_tokens == 1 and sequence.num_output_tokens > 0
+    return is_decoding and sequence.request.drafts
+
+
 def sequences_of(schedule: Schedule) -> dict[int, Sequence]:
     """Returns the scheduled sequences by their ids."""
     return {key: sequence for key, (sequence, _) in schedule.items()}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from torch import Tensor
@@ -11,6 +13,7 @@ from moe_serve.config.sections import SpeculationConfig
 from moe_serve.engine.drafting.draft import Draft, DraftSource
 from moe_serve.engine.drafting.drafting import Drafting
 from moe_serve.engine.drafting.drafting_maker import drafting_maker
+from moe_serve.engine.drafting.prediction import Predictions
 from moe_serve.engine.drafting.shadows import Shadows
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.execute.step_executor import LocalExecutor
@@ -133,6 +136,39 @@ def test_right_drafts_that_make_nothing_faster_cost_little(batch: int) -> None:
         answer(engine, prompts_of(1, batch))
         drafted_s += time.noiseless_s
     assert drafted_s < 1.03 * plain_s
+
+
+def relative_times_with_predictions(edits_of: Callable[[int], int], num_requests: int) -> float:
+    """Answers requests with predictions one after the other, where a drafted token takes half a
+    step. `edits_of`: for each token of the prediction what is added to it. Returns the time over
+    that without drafts."""
+    time = VirtualTime(drafted_row_s=(STEP_S + ROW_S) / 2)
+    engine, drafting = engine_on(time)
+    drafting._drafters = (Predictions(),)  # the answers repeat themselves
+    num_tokens = 0
+    for number in range(num_requests):
+        prompt = prompts_of(number, 1)[0]
+        tokens = continuation(prompt, NUM_TOKENS)
+        predicted = tuple((token + edits_of(i)) % 50 for i, token in enumerate(tokens))
+        asked = request(f"r{number}", prompt, max_tokens=NUM_TOKENS, ignore_eos=True)
+        engine.add(replace(asked, prediction=predicted))
+        found = list[int]()
+        while engine.has_work:
+            for delta in engine.step():
+                found += delta.token_ids
+        assert found == tokens, "drafts change no token"
+        num_tokens += len(found)
+    return time.noiseless_s / (num_tokens * (STEP_S + ROW_S))
+
+
+def test_a_prediction_is_followed_behind_its_wrong_tokens() -> None:
+    """A wrong draft costs as much as eight plain steps, but eleven right tokens follow."""
+    edits = [1 if i % 12 == 11 else 0 for i in range(NUM_TOKENS)]
+    assert relative_times_with_predictions(edits.__getitem__, 24) < 0.75
+
+
+def test_predictions_that_are_never_right_cost_little() -> None:
+    assert relative_times_with_predictions(lambda _: 7, 24) < 1.03
 
 
 def test_a_draft_that_was_not_verified_is_compared_with_what_came() -> None:

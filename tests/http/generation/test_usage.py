@@ -79,11 +79,15 @@ def test_what_is_not_known_is_null() -> None:
 def test_whole_and_streamed(make_app: Callable[..., FastAPI], route: str) -> None:
     client, body = TestClient(make_app(request_metrics=True)), BODIES[route]
     times = client.post(route, json=body).json()["metrics"]
+    drafts = times.pop("speculative_decoding")
+    assert drafts["num_draft_tokens"] == 0, "the engine of this test drafts nothing"
     assert set(times) == NAMES and None not in times.values() and min(times.values()) >= 0
     stream = {**body, "stream": True, "stream_options": {"include_usage": True}}
     lines = client.post(route, json=stream).text.split("\n\n")[:-2]
     chunks = [json.loads(line[6:]) for line in lines]
-    assert [set(chunk.get("metrics", ())) for chunk in chunks if "metrics" in chunk] == [NAMES]
+    assert [set(chunk.get("metrics", ())) for chunk in chunks if "metrics" in chunk] == [
+        NAMES | {"speculative_decoding"}
+    ]
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 6
     assert chunks[-1]["metrics"]["tokens_per_second"] > 0
     assert chunks[-1]["timings"]["predicted_n"] == 6
