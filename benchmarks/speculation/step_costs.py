@@ -49,7 +49,7 @@ class _Asking(Drafting):
         kind = self._watch.kind = self._number % 3
         asked = [*schedule][: (0, 1, len(schedule))[kind]]
         for key in asked:
-            self._propose(schedule[key][0], looks=True)
+            self._propose(schedule[key][0], searches=True)
         return {}
 
 

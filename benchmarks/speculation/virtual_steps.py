@@ -97,6 +97,8 @@ def _between(table: Mapping[int, float], value: float) -> float:
 class _LookupCharge:
     """Implements Drafter. It proposes nothing, but moves the clock on for each lookup."""
 
+    searches = True
+
     def __init__(self, clock: VirtualClock, machine: Machine) -> None:
         self._clock, self._machine = clock, machine
         self.num = 0  # in the running step
@@ -226,7 +228,7 @@ class VirtualBench:
     def charged(self, drafting: Drafting) -> Drafting:
         """Returns a drafting whose lookups take their time."""
         charge = _LookupCharge(self.clock, self.machine)
-        drafting._drafters = (charge, *drafting._drafters)
+        drafting._search.drafters = (charge, *drafting._search.drafters)
         return drafting
 
     def turn(
@@ -239,7 +241,7 @@ class VirtualBench:
         engine, found = self.engine, {r.request_id: list[int]() for r in requests}
         engine.drafts.use(drafting, self.clock)
         self._executor.answers = answers
-        charges = () if drafting is None else drafting._drafters[:1]
+        charges = () if drafting is None else drafting._search.drafters[:1]
         self._executor.charge = next((c for c in charges if isinstance(c, _LookupCharge)), None)
         before = engine.stats().counts.drafts.total
         for request in requests:

@@ -34,6 +34,8 @@ class Scripted:
     """Implements Drafter with given drafts, one after the other. Those that are `helped` begin with
     the right tokens."""
 
+    searches = True
+
     def __init__(self, drafts: Iterable[list[int]], helped: Iterable[bool] = (True, False)) -> None:
         self._drafts, self._is_helped = itertools.cycle(drafts), itertools.cycle(helped)
 

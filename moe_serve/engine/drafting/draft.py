@@ -76,7 +76,13 @@ NO_PROPOSALS = Proposals()
 
 
 class Drafter(Protocol):
-    """Proposes tokens. It never changes a sequence, and its drafts never change an answer."""
+    """Proposes tokens. It never changes a sequence, and its drafts never change an answer.
+
+    A drafter that `searches` is asked only while that may pay. One that only follows a given text
+    is asked in each step.
+    """
+
+    searches: bool
 
     def propose(self, sequence: Sequence, most: int) -> Draft | None:
         """Returns at most `most` tokens expected after the sequence's last one; None without an

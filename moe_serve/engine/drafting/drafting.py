@@ -16,6 +16,7 @@ from moe_serve.engine.drafting.draft import (
     DraftSource,
     Proposals,
 )
+from moe_serve.engine.drafting.draft_search import DraftSearch
 from moe_serve.engine.drafting.guessing import Guessing
 from moe_serve.engine.drafting.past_answers import PastAnswers
 from moe_serve.engine.drafting.patience import Patience
@@ -26,7 +27,6 @@ from moe_serve.engine.request.request import DraftResult
 from moe_serve.engine.request.sequence import Schedule, Sequence, StopRule, may_draft
 
 Survivals = dict[int, list[float]]  # by sequence id; see `Acceptance.survivals`
-_ENOUGH = 0.6  # share of the longest draft
 _CERTAIN = 0.95  # survival of the last token of a draft that a grammar forces
 
 
@@ -56,14 +56,16 @@ class Drafting:
         behind a sequence's tokens. Unless `is_adaptive`, every draft is verified with `max_tokens`
         tokens, whatever it costs.
         """
-        self._drafters, self._past = tuple(drafters), past_answers
-        self._stop, self._max_tokens, self._is_adaptive = stop, max_tokens, is_adaptive
-        self._vocab_size, self._clock = vocab_size, clock
+        self._past, self._clock = past_answers, clock
+        self._max_tokens, self._is_adaptive = max_tokens, is_adaptive
         self._guessing, self.guesses_take_pages = guessing, guesses_take_pages
         self.num_guesses = 0  # to guess for each sequence after the step that begins
         self._num_sampled = 0  # sequences that may get guesses; 0: `choose` was not called
         self._num_asked = 0  # sequences of the last step that guessed; 0: none did
         self._acceptance, self._patience, self._times = Acceptance(), Patience(), StepTimes()
+        self._search = DraftSearch(
+            drafters, self._acceptance, stop, vocab_size=vocab_size, max_tokens=max_tokens
+        )
         self._allowance, self._shadows = DraftingAllowance(), Shadows()
         self._proposed = NO_PROPOSALS.of  # of the last step
         self._looked_s = 0.0  # by which lookups made the running step longer
@@ -111,8 +113,8 @@ class Drafting:
             lengths[key] = min(length, most, max(1, longest))
         patience.gains(lengths)
         rest = drafts.keys() - lengths.keys()
-        self._note_vain(schedule, {key: sum(survivals[key]) for key in rest})
         for key in rest:
+            patience.in_vain(key, sum(survivals[key]))
             self._shadows.keep(schedule[key][0], drafts[key])
         chosen = {key: drafts[key].cut(length) for key, length in lengths.items()}
         seconds = self._clock() - clock
@@ -139,7 +141,8 @@ class Drafting:
         behind = {key: each[1:] for key, each in survivals.items() if len(each) > 1}
         if choose_lengths(behind, len(schedule), len(schedule) * self._max_tokens, seconds_of):
             return True
-        self._note_vain(schedule, {key: sum(each) for key, each in survivals.items()})
+        for key, each in survivals.items():
+            self._patience.in_vain(key, sum(each))
         return False
 
     def note(self, sequence_id: int, draft: Draft, num_accepted: int) -> DraftResult:
@@ -160,12 +163,12 @@ class Drafting:
         """Returns how many steps after the one that begins need not call `choose`, because they
         would have no draft: if the same sequences run in them and nothing is proposed."""
         is_busy = self.num_guesses or self._proposed or not self._is_adaptive
-        if is_busy or (self._past is not None and self._past.has_work):
+        if is_busy or self._has_past_work:
             return 0
         pause = self._allowance.pause
         if self._allowance.may_draft:
             pause = self._patience.pause(schedule, pause)
-        elif self._allowance.may_follow and _predicted(schedule):
+        if pause and self._following(schedule):
             return 0
         if self._guessing is not None:
             seconds_of = self._times.seconds(len(schedule))
@@ -226,8 +229,7 @@ class Drafting:
         self._acceptance.forget(sequence_ids)
         self._patience.forget(sequence_ids)
         self._shadows.forget(sequence_ids)
-        for drafter in self._drafters:
-            drafter.forget(sequence_ids)
+        self._search.forget(sequence_ids)
 
     def _note_round(self, num_rows: int, chosen: Mapping[int, Draft]) -> None:
         """Learns the gain and the cost of the guesses of the last step."""
@@ -249,7 +251,8 @@ class Drafting:
     def _find(self, schedule: Schedule) -> dict[int, Draft]:
         """Returns the best drafts of the sequences that ask for one."""
         drafts, num_lookups, asking = dict[int, Draft](), 0, self._asking(schedule)
-        if not (asking or self._proposed or (self._past is not None and self._past.has_work)):
+        following = self._following(schedule)
+        if not (asking or following or self._proposed or self._has_past_work):
             return drafts
         begun_at = self._clock()
         if self._past is not None:
@@ -259,16 +262,16 @@ class Drafting:
             sequence, count = schedule[key]
             if may_draft(sequence, count):
                 num_lookups += 1
-                draft = self._propose(sequence, looks=True)
+                draft = self._propose(sequence, searches=True)
                 if draft is not None:
                     drafts[key] = draft
                 else:
-                    self._note_vain(schedule, {key: None})
+                    self._patience.in_vain(key, None)
             elif not sequence.request.drafts:
                 self._patience.in_vain(key, 0.0)
-        for key in self._proposed:  # these need no lookup
+        for key in (*self._proposed, *following):  # these need no search
             if key in schedule and key not in drafts and may_draft(*schedule[key]):
-                draft = self._propose(schedule[key][0], looks=False)
+                draft = self._propose(schedule[key][0], searches=False)
                 if draft is not None:
                     drafts[key] = draft
         now = self._clock()
@@ -280,60 +283,30 @@ class Drafting:
         if not self._is_adaptive:
             return schedule
         allowance = self._allowance
-        if self._times.is_plain_due:
+        if self._times.is_plain_due or not allowance.may_draft:
             return ()
-        if not allowance.may_draft:
-            return _predicted(schedule) if allowance.may_follow else ()
-        asking = self._patience.awake(schedule, has_time=allowance.may_look)
-        stopped = () if allowance.may_follow else _predicted(schedule)
-        return [key for key in asking if key not in stopped] if stopped else asking
+        return self._patience.awake(schedule, has_time=allowance.may_look)
 
-    def _note_vain(self, schedule: Schedule, expected: Mapping[int, float | None]) -> None:
-        """Notes the sequences whose drafts promise no gain, with the tokens to expect of them. A
-        prediction is followed nevertheless, because following it needs no search.
-        """
-        for key, num_tokens in expected.items():
-            if not schedule[key][0].request.prediction:
-                self._patience.in_vain(key, num_tokens)
+    def _following(self, schedule: Schedule) -> list[int]:
+        """Returns the sequences whose client sent a prediction. It is followed in each step, also
+        while nothing else is looked up for them, because that needs no search."""
+        if not self._allowance.may_follow or self._times.is_plain_due:
+            return []
+        return [key for key, (sequence, _) in schedule.items() if sequence.request.prediction]
+
+    @property
+    def _has_past_work(self) -> bool:
+        return self._past is not None and self._past.has_work
 
     def _survivals_of(self, drafts: Mapping[int, Draft]) -> Survivals:
         return {key: self._acceptance.survivals(key, draft) for key, draft in drafts.items()}
 
-    def _propose(self, sequence: Sequence, *, looks: bool) -> Draft | None:
-        """Returns the draft with the most tokens to expect."""
-        most = min(self._max_tokens, self._stop.num_left(sequence) - 1)
-        if most < 1:
-            return None
+    def _propose(self, sequence: Sequence, *, searches: bool) -> Draft | None:
+        """Returns the best draft of a sequence, and judges one that was not verified."""
         shadow = self._shadows.take(sequence)
         if shadow is not None:
             self._acceptance.note(sequence.id, shadow.draft, shadow.num_right)
-        best, most_expected = None, 0.0
-        for draft in self._proposals(sequence, most, looks=looks):
-            kept = draft.cut(self._num_useful(sequence, draft))
-            if kept.token_ids:
-                expected = self._acceptance.expected(sequence.id, kept)
-                if best is None or expected > most_expected:
-                    best, most_expected = kept, expected
-                if expected > _ENOUGH * most:
-                    break  # further drafters would cost time
-        return best
-
-    def _proposals(self, sequence: Sequence, most: int, *, looks: bool) -> Iterable[Draft]:
-        if proposal := self._proposed.get(sequence.id):
-            yield proposal.draft(sequence.request.params.temperature).cut(most)
-        for drafter in self._drafters if looks else ():
-            draft = drafter.propose(sequence, most)
-            if draft is not None:
-                yield draft
-
-    def _num_useful(self, sequence: Sequence, draft: Draft) -> int:
-        """Returns the number of tokens before the first one that ends the answer or has no
-        embedding in the model. No row counts behind such a token.
-        """
-        tokens, ends, size = draft.token_ids, self._stop.ends(sequence), self._vocab_size
-        if ends.isdisjoint(tokens) and max(tokens, default=0) < size:
-            return len(tokens)
-        return next(i for i, token in enumerate(tokens) if token in ends or token >= size)
+        return self._search.best(sequence, self._proposed.get(sequence.id), searches=searches)
 
 
 def _num_sampled(schedule: Schedule) -> int:
@@ -341,8 +314,3 @@ def _num_sampled(schedule: Schedule) -> int:
     return sum(
         [s.num_pending_tokens == count and s.request.drafts for s, count in schedule.values()]
     )
-
-
-def _predicted(schedule: Schedule) -> list[int]:
-    """Returns the sequences whose client sent a prediction."""
-    return [key for key, (sequence, _) in schedule.items() if sequence.request.prediction]

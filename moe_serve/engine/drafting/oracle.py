@@ -15,6 +15,8 @@ class Oracle:
     be any token, even one that the model does not have.
     """
 
+    searches = True
+
     def __init__(
         self,
         answers: Mapping[str, Tokens[int]],

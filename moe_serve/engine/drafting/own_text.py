@@ -33,6 +33,8 @@ class OwnText:
     text goes on with its own tokens, so that a repeating passage gives a draft of any length.
     """
 
+    searches = True
+
     def __init__(
         self, shortest: int, longest: int, max_model_len: int, hashes: TextHashes | None = None
     ) -> None:

@@ -100,6 +100,8 @@ class PastAnswers:
     store that was used longest ago goes first.
     """
 
+    searches = True
+
     def __init__(self, max_tokens: int, hashes: TextHashes | None = None) -> None:
         """`hashes` may be shared with other drafters."""
         self._max_tokens = max_tokens

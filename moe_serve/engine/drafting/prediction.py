@@ -76,6 +76,8 @@ class Predictions:
     difference the place is found again by the answer's last tokens, nearest to the last place.
     """
 
+    searches = False  # but near the last place
+
     def __init__(self) -> None:
         self._places: dict[int, _PredictedPlace] = {}
 

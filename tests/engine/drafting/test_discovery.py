@@ -144,7 +144,7 @@ def relative_times_with_predictions(edits_of: Callable[[int], int], num_requests
     that without drafts."""
     time = VirtualTime(drafted_row_s=(STEP_S + ROW_S) / 2)
     engine, drafting = engine_on(time)
-    drafting._drafters = (Predictions(),)  # the answers repeat themselves
+    drafting._search.drafters = (Predictions(),)  # the answers repeat themselves
     num_tokens = 0
     for number in range(num_requests):
         prompt = prompts_of(number, 1)[0]
