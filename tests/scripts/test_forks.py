@@ -92,7 +92,10 @@ def test_only_known_programs_in_equal_surroundings_are_copied() -> None:
 def test_an_environment_that_changed_for_good_gets_a_new_template(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """These templates import nothing, as it takes seconds."""
     version = [sys.executable, "-m", "moe_serve", "--version"]
+    start = "from tests.support.forks import template; template.load = lambda: None; "
+    monkeypatch.setattr(popen, "_TEMPLATE", f"{start}{popen._TEMPLATE}")
     monkeypatch.setattr(subprocess, "_fork_exec", popen.ORIGINAL)
     template = popen.Template()
     popen.use(template)
