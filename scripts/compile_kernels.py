@@ -4,7 +4,9 @@
     python scripts/compile_kernels.py --check         compare with docs/reference/kernel-coverage.md
     python scripts/compile_kernels.py --write         update that page
     python scripts/compile_kernels.py --only attention --targets 90
-    python scripts/compile_kernels.py --quick         only the cases that the tests compile
+    python scripts/compile_kernels.py --sample cover  few cases, which cover every feature
+    python scripts/compile_kernels.py --sample quick  each kernel once, and the rest of the cover
+                                                      only translated into Triton's own language
 
 The rules: no stack, no spills, no more shared memory than the chip has, and matrix instructions if
 the case requires them. Facts are cached by source, configuration and triton version; `--no-cache`
@@ -24,11 +26,12 @@ os.environ.pop("TRITON_INTERPRET", None)  # with it, decorated kernels would not
 import triton
 
 from kernel_compilation import pool, table
-from kernel_compilation.cover import broken_rules, covering
+from kernel_compilation.cover import broken_rules, covering, quick
 from kernel_compilation.facts import CompiledFacts
 from kernel_compilation.pool import Job, run_jobs
 from moe_kernels.gpu.compile_case import TARGETS, CompileCase, find_cases
 
+SAMPLES = {"cover": covering, "quick": quick}
 FACT_COLUMNS = ("regs", "stack", "shared", "mma", "wgmma", "tcgen05", "TMA", "spills", "s")
 
 
@@ -43,11 +46,11 @@ def main() -> int:
         for target in case.targets
         if target in arguments.targets
     ]
-    if arguments.quick:
-        jobs = covering(cases, jobs)
+    if arguments.sample:
+        jobs = SAMPLES[arguments.sample](cases, jobs)
     facts, problems = compile_all(cases, jobs, arguments.workers)
     is_whole = not arguments.only and set(arguments.targets) == set(TARGETS)
-    if is_whole and not arguments.quick and (arguments.check or arguments.write):
+    if is_whole and not arguments.sample and (arguments.check or arguments.write):
         problems += publish(table.render(cases, facts, triton.__version__), arguments)
     for problem in problems:
         print(problem, file=sys.stderr)
@@ -58,9 +61,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compile the Triton kernels ahead of time.")
     parser.add_argument("--check", action="store_true", help="fail if the page is outdated")
     parser.add_argument("--write", action="store_true", help="write the table into the page")
-    parser.add_argument(
-        "--quick", action="store_true", help="compile few cases that cover every feature"
-    )
+    parser.add_argument("--sample", choices=SAMPLES, help="run few cases")
     parser.add_argument("--only", default="", help="only cases whose name contains this")
     parser.add_argument("--targets", type=int, nargs="+", default=list(TARGETS), choices=TARGETS)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
@@ -81,14 +82,19 @@ def compile_all(
     print(f"{'case':{width}} sm  " + "".join(f"{name:>8}" for name in FACT_COLUMNS))
     for job, outcome in run_jobs(cases, jobs, num_workers):
         num_cached += outcome.is_cached
-        if outcome.facts is None:
+        if outcome.error:
             problems.append(f"{job.case} on sm_{job.target}: {outcome.error}")
+        if outcome.facts is None or not job.is_compiled:
             continue
         facts[job.case, job.target] = outcome.facts
         problems += broken_rules(cases[job.case], job.target, outcome.facts)
         print(f"{job.case:{width}} {job.target:<4}{_line(outcome.facts)}", flush=True)
     seconds = time.perf_counter() - started
-    print(f"{len(jobs)} compilations ({num_cached} from the cache) in {seconds:.0f} s")
+    num_compiled = sum(job.is_compiled for job in jobs)
+    print(
+        f"{num_compiled} compilations and {len(jobs) - num_compiled} translations "
+        f"({num_cached} from the cache) in {seconds:.0f} s"
+    )
     return facts, problems
 
 

@@ -17,6 +17,7 @@ class RankJob:
     context: int  # tokens of each sequence after the step
     max_rows: int  # sequences at once
     host: str  # where this rank listens
+    network: str | None  # the network namespace that it enters
     store_host: str
     store_port: int  # 0: this rank serves the store, and prints its port first
     secret: str = field(repr=False)  # of the store

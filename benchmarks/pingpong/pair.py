@@ -73,7 +73,7 @@ def started_pair(
     port, secret = 0, new_secret()
     try:
         for place, role in enumerate(("attention", "expert")):
-            processes.append(_start(way, place))
+            processes.append(_start())
             job = RankJob(
                 role=role,
                 model=str(model.resolve()),
@@ -81,6 +81,7 @@ def started_pair(
                 context=context,
                 max_rows=max_rows,
                 host=way.addresses[place],
+                network=way.networks[place],
                 store_host=way.addresses[0],
                 store_port=port,
                 secret=secret.text,
@@ -93,9 +94,9 @@ def started_pair(
             _end(process)
 
 
-def _start(way: Way, place: int) -> subprocess.Popen[str]:
+def _start() -> subprocess.Popen[str]:
     return subprocess.Popen(
-        way.command(place, sys.executable, "-m", "pingpong.rank"),
+        [sys.executable, "-m", "pingpong.rank"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -6,6 +6,7 @@ ranks read from the Series which rows a step exchanges.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -45,6 +46,7 @@ from .job import RankJob, Series, StepMarks
 
 _NAMES = {"attention": "attention-0", "expert": "expert-0"}
 _TIMEOUT_S = 60.0
+_CLONE_NEWNET = 0x40000000
 
 
 class PairRank(ABC):
@@ -236,6 +238,8 @@ def main() -> None:
     job = RankJob(**json.loads(sys.stdin.readline()))
     if job.core is not None:
         os.sched_setaffinity(0, {job.core})  # before there are other threads
+    if job.network is not None:
+        _enter(job.network)
     if not job.store_port:
         store = StoreServer(job.store_host, 0, ClusterSecret(job.secret), _TIMEOUT_S)
         job = replace(job, store_port=store.port)
@@ -245,6 +249,15 @@ def main() -> None:
     for line in sys.stdin:
         marks = rank.serve(Series(**json.loads(line)))
         _send(replies, [asdict(step) for step in marks])
+
+
+def _enter(network: str) -> None:
+    """Moves this thread, and those that it starts later, into a network namespace of `ip`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", network).open("rb") as namespace:
+        if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), namespace.name)
 
 
 def _send(replies: Any, message: object) -> None:

@@ -25,8 +25,9 @@ class Way(Protocol):
         """Returns the address at which each rank listens."""
         ...
 
-    def command(self, place: int, *argv: str) -> tuple[str, ...]:
-        """Returns the command that runs `argv` in that rank's network."""
+    @property
+    def networks(self) -> tuple[str | None, str | None]:
+        """Returns the network namespace of each rank; None is that of this process."""
         ...
 
     def delay(self, seconds: float) -> float:
@@ -40,9 +41,7 @@ class OneHost:
     """Implements Way on one host."""
 
     addresses = ("127.0.0.1", "127.0.0.1")
-
-    def command(self, place: int, *argv: str) -> tuple[str, ...]:
-        return argv
+    networks = (None, None)
 
     def delay(self, seconds: float) -> float:
         return seconds
@@ -54,9 +53,7 @@ class Cable:
     def __init__(self, hosts: tuple[VirtualHost, VirtualHost]) -> None:
         self._hosts = hosts
         self.addresses = (hosts[0].address, hosts[1].address)
-
-    def command(self, place: int, *argv: str) -> tuple[str, ...]:
-        return self._hosts[place].command(*argv)
+        self.networks = (hosts[0].name, hosts[1].name)
 
     def delay(self, seconds: float) -> float:
         for host in self._hosts:

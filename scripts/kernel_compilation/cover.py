@@ -1,12 +1,15 @@
-"""Chooses few compilations that cover everything, and checks rules for compiled code.
+"""Chooses few compilations that cover everything or every kernel, and checks rules for compiled
+code.
 
-They cover every kernel, and for each kernel every type of an argument, every switch, the smallest
-and the largest of each size, and every number of warps and stages. Kernels that multiply matrices
+Everything is, for each kernel, every type of an argument, every switch, the smallest and the
+largest of each size, and every number of warps and stages. Kernels that multiply matrices
 are compiled for every chip. Not every combination of these is covered.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from kernel_compilation.facts import CompiledFacts
@@ -21,12 +24,38 @@ TENSOR_MEMORY_COLUMNS = 512
 
 
 def covering(cases: Mapping[str, CompileCase], jobs: Sequence[Job]) -> list[Job]:
-    """Chooses jobs that together have all features.
+    """Chooses jobs that together have all features."""
+    return _cover(jobs, job_features(cases, jobs))
 
-    It repeatedly takes the job with the most missing features; among equal ones, the first.
-    """
-    features = job_features(cases, jobs)
-    missing = set().union(*features.values())
+
+def quick(cases: Mapping[str, CompileCase], jobs: Sequence[Job]) -> list[Job]:
+    """Compiles each kernel in its largest sizes, with wgmma if it must have that, and for each
+    chip a kernel that multiplies matrices. What else `covering` chooses is only translated."""
+    ordered = sorted(jobs, key=lambda job: -_size(cases[job.case]))
+    compiled = _cover(
+        ordered, {job: _rough_features(cases[job.case], job.target) for job in ordered}
+    )
+    others = [job for job in covering(cases, jobs) if job not in compiled]
+    return compiled + [dataclasses.replace(job, is_compiled=False) for job in others]
+
+
+def _size(case: CompileCase) -> int:
+    return math.prod(each for each in case.constexprs.values() if type(each) is int and each > 0)
+
+
+def _rough_features(case: CompileCase, target: int) -> frozenset[Feature]:
+    kernel = id(case.kernel)
+    found: set[Feature] = {(kernel,)}
+    if case.has_tensor_cores:
+        found.add(("chip", target))
+    if case.expects_wgmma and target == 90:
+        found.add((kernel, "wgmma"))
+    return frozenset(found)
+
+
+def _cover(jobs: Sequence[Job], features: Mapping[Job, frozenset[Feature]]) -> list[Job]:
+    """Repeatedly takes the job with the most missing features; among equal ones, the first."""
+    missing = set[Feature]().union(*features.values())
     chosen: list[Job] = []
     while missing:
         best = max(jobs, key=lambda job: len(features[job] & missing))

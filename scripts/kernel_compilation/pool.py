@@ -1,5 +1,5 @@
 """Compiles in parallel, and caches the facts of compiled kernels in the user's cache folder, one
-small JSON file each. A job is a case's name and a target, because kernels cannot be pickled.
+small JSON file each. A job has a case's name and a target, because kernels cannot be pickled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernel_compilation.compilation import cache_key, compile_case
+from kernel_compilation.compilation import cache_key, compile_case, translate_case
 from kernel_compilation.facts import CompiledFacts
 from moe_kernels.cpu.cpu_library import cache_folder
 from moe_kernels.gpu.compile_case import CompileCase, find_cases
@@ -50,7 +50,7 @@ def store(key: str, facts: CompiledFacts, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The compiler's facts, or the last line of its error message."""
+    """The compiler's facts, or the last line of its error message. Translations have no facts."""
 
     facts: CompiledFacts | None
     error: str
@@ -63,8 +63,9 @@ def run_jobs(
     """Yields cached results first, and the others when they are ready."""
     missing = []
     for job in jobs:
-        facts = load(cache_key(cases[job.case], job.target), facts_folder())
-        if facts is None:
+        key = cache_key(cases[job.case], job.target)
+        facts = load(key, facts_folder())
+        if facts is None and (job.is_compiled or not _mark(key).exists()):
             missing.append(job)
         else:
             yield job, Outcome(facts, "", True)
@@ -72,10 +73,15 @@ def run_jobs(
         yield from _run_missing(missing, min(num_workers, len(missing)))
 
 
+def _mark(key: str) -> Path:
+    """Returns the empty file that says that a case could be translated."""
+    return facts_folder() / f"{key}.translated"
+
+
 def _run_missing(jobs: Sequence[Job], num_workers: int) -> Iterator[tuple[Job, Outcome]]:
     with (
         _own_triton_cache(),
-        ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn")) as pool,
+        ProcessPoolExecutor(num_workers, multiprocessing.get_context("fork")) as pool,
     ):
         futures = {pool.submit(_compile, job): job for job in jobs}
         for future in as_completed(futures):
@@ -102,18 +108,28 @@ def _cases() -> dict[str, CompileCase]:
 
 def _compile(job: Job) -> Outcome:
     case = _cases()[job.case]
+    facts = None
     try:
-        facts = compile_case(case, job.target)
+        if job.is_compiled:
+            facts = compile_case(case, job.target)
+        else:
+            translate_case(case, job.target)
     except Exception as error:  # triton's compiler passes on any exception of its passes
         lines = f"{type(error).__name__}: {error}".strip().splitlines()
         return Outcome(None, lines[-1] if len(lines) > 1 else lines[0], False)
-    store(cache_key(case, job.target), facts, facts_folder())
+    key = cache_key(case, job.target)
+    if facts is not None:
+        store(key, facts, facts_folder())
+    else:
+        facts_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
+        _mark(key).touch()
     return Outcome(facts, "", False)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job, sorted as in the table. Kernels cannot be sent to another process."""
+    """A case to compile for a chip, or only to translate into Triton's first language."""
 
     case: str
     target: int
+    is_compiled: bool = True

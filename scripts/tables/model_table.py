@@ -21,7 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from moe_serve.model.checkpoint.hf_config import HFConfig, check_spec
-from moe_serve.model.checkpoint.manifest import all_tensors, expert_table
+from moe_serve.model.checkpoint.manifest import (
+    Table,
+    attention_table,
+    expert_table,
+    feed_forward_table,
+    model_table,
+)
 from moe_serve.model.families import FAMILIES, Family, family_of
 from moe_serve.model.formats import FORMATS
 from moe_serve.model.rope import LinearScaling, Llama3Scaling, YarnScaling
@@ -37,18 +43,21 @@ def num_parameters(family: Family, spec: ModelSpec) -> tuple[int, int]:
     A token uses every matrix except the embedding (unless it is also the head) and the experts that
     it did not choose.
     """
-    experts = family.names.experts[0]
-    total = sum(math.prod(s.shape) for s in all_tensors(family.names, experts, spec))
-    sparse = [i for i, layer in enumerate(spec.layers) if layer.is_sparse]
-    routed = sum(
-        math.prod(stored.shape)
-        for layer in sparse
-        for expert in range(spec.router.num_experts if experts.gate else 1)
-        for stored in expert_table(experts, spec, layer, expert).values()
-    )
+    names, experts = family.names, family.names.experts[0]
+    tables = [model_table(names, spec)]
+    for layer in range(spec.num_layers):
+        tables += [attention_table(names, spec, layer), feed_forward_table(names, spec, layer)]
+    num_layers = sum(layer.is_sparse for layer in spec.layers)
+    num_tables = num_layers * (spec.router.num_experts if experts.gate else 1)
+    routed = num_tables * _num_values(expert_table(experts, spec, 0, 0))  # all are alike
+    total = sum(map(_num_values, tables)) + routed
     chosen = routed * spec.router.top_k // spec.router.num_experts
     embedding = 0 if spec.is_head_tied else spec.vocab_size * spec.width
     return total, total - routed + chosen - embedding
+
+
+def _num_values(table: Table) -> int:
+    return sum(math.prod(stored.shape) for stored in table.values())
 
 
 def in_billions(count: int) -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import two_hosts
+from moe_serve.planning import measured_model
 from pingpong import ahead, pingpong, way
 from pingpong.deepspeed_layer import time_deepspeed
 from pingpong.job import StepMarks
@@ -26,7 +27,10 @@ MS = 1_000_000
 
 
 @pytest.mark.timeout(400)
-def test_ablation_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ablation_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured_model, "_CACHE_BYTES", 2**24)  # of 1 GB, which are zeroed
     path = tmp_path / "pair.json"
     some = ["--parts", "ablation", "calibration", "--quick", "--delay-by", "transport"]
     threads = torch.get_num_threads()

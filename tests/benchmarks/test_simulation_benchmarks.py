@@ -9,9 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from make_random_model import Sizes, write_random_model
 from moe_serve.bench.workload.trace_rows import read_trace
+from moe_serve.planning import measured_model
 from moe_serve.simulate.costs.device import Efficiency
 from simulation import at_once, autoscaling, own_runs, published_rows, servegen_day
+
+SIZES = Sizes(
+    num_layers=2, width=64, num_heads=2, num_kv_heads=1, head_dim=32,
+    num_experts=8, top_k=2, expert_width=32, vocab_size=512, max_positions=1024,
+)  # fmt: skip
 
 
 def test_published_rows_are_compared(
@@ -61,9 +68,12 @@ def test_the_table_of_requests_at_once_contradicts_itself(
 
 
 def test_own_runs_are_simulated(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["own_runs", "--cpu-time", "--seconds", "0.05", "--most", "2"])
+    monkeypatch.setattr(measured_model, "_CACHE_BYTES", 2**24)  # of 1 GB, which are zeroed
+    write_random_model(tmp_path, "qwen3_moe", SIZES, dtype="float32", seed=0, shard_bytes=2**29)
+    few = ["--cpu-time", "--seconds", "0.05", "--most", "2"]
+    monkeypatch.setattr("sys.argv", ["own_runs", "--model", str(tmp_path), *few])
     assert own_runs.main() == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("short 64/1024  closed 1 ")

@@ -11,6 +11,7 @@ import pytest
 
 from moe_serve.model.load.loader import ModelLoader
 
+ROOT = Path(__file__).resolve().parents[2]
 # Forks once for each moment: importing torch for each would take seconds.
 _CODE = """
 import os, signal, sys
@@ -73,7 +74,8 @@ for name in MOMENTS:
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 def test_no_folder_loads(tiny_model: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _CODE, str(tiny_model), str(tmp_path)],
+        [sys.executable, "-m", "tests.support.forks.code", _CODE, str(tiny_model), str(tmp_path)],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,

@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 
 from kernel_compilation import pool, table
-from kernel_compilation.cover import broken_rules, covering
+from kernel_compilation.cover import broken_rules, covering, quick
 from kernel_compilation.facts import CompiledFacts, count_instructions, read_resources
 from kernel_compilation.pool import Job
 from moe_kernels.gpu.compile_case import CompileCase
+from tests.support.sampled_cases import EVERY_CASE
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 600  # a cold cache takes about a minute on two idle cores
+SAMPLE = "cover" if EVERY_CASE else "quick"
+TIMEOUT_S = 600  # a cold cache takes less than a minute on two idle cores
 GOOD = CompiledFacts(
     registers=90,
     stack=0,
@@ -46,10 +48,10 @@ CASE = CompileCase(
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_every_kernel_compiles_by_the_rules() -> None:
-    """The cases cover every switch, size and type of each kernel; all combinations would take too
-    long without a cache."""
+    """Every kernel is compiled, and every switch, size and type of it at least translated (in
+    `make test-all` compiled); all combinations would take too long without a cache."""
     done = subprocess.run(
-        [sys.executable, "scripts/compile_kernels.py", "--quick"],
+        [sys.executable, "scripts/compile_kernels.py", "--sample", SAMPLE],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / x) for x in ("", "kernels"))},
         capture_output=True,
@@ -82,6 +84,30 @@ def test_a_cover_has_everything_once() -> None:
     assert {case.signature["a_ptr"] for case in tiles} == {"*bf16", "*fp16"}
     assert {case.constexprs["BLOCK_M"] for case in tiles} >= {16, 128}
     assert {case.constexprs["BLOCK_N"] for case in tiles} == {32, 64}
+
+
+def test_a_quick_sample_compiles_each_kernel_in_its_largest_size() -> None:
+    """A kernel with matrices is compiled for sm_90, and one of them for each other chip; the rest
+    of the cover is translated."""
+    cases = {
+        name: dataclasses.replace(
+            CASE, name=name, kernel=sys.intern(name[:4]), constexprs={"BLOCK_M": int(name[5:])}
+        )
+        for name in ("gemm/16", "gemm/64", "attn/16", "attn/128")
+    }
+    for name in ("scan/1", "scan/2"):
+        cases[name] = dataclasses.replace(
+            CASE, name=name, kernel="scan", has_tensor_cores=False, expects_wgmma=False
+        )
+    jobs = [Job(name, target) for name, case in cases.items() for target in case.targets]
+    chosen = quick(cases, jobs)
+    compiled = [job for job in chosen if job.is_compiled]
+    assert {(job.case, job.target) for job in compiled} == {
+        ("attn/128", 90), ("gemm/64", 90), ("gemm/64", 80), ("attn/128", 100), ("scan/1", 80)
+    }  # fmt: skip
+    everything = {(job.case, job.target) for job in covering(cases, jobs)}
+    assert {(job.case, job.target) for job in chosen} >= everything
+    assert len(compiled) == 5 and len(chosen) == len(set(chosen)), f"{chosen}"
 
 
 def test_every_kernel_lists_what_ships() -> None:

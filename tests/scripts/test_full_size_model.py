@@ -19,7 +19,7 @@ from make_full_size_model import (
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.model.load.loader import ModelLoader
 
-_CUTS = Cuts(num_layers=1, num_experts=8, vocab_size=600)
+_NUM_EXPERTS = {"gpt-oss-20b": 5, "Qwen3-30B-A3B": 8}  # a token has 4 and 8
 
 
 def _num_bytes(model: str, group: int) -> int:
@@ -44,7 +44,8 @@ def test_sizes() -> None:
 @pytest.mark.parametrize("model", ["gpt-oss-20b", "Qwen3-30B-A3B"])
 def test_a_cut_model_is_served(model: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    write_full_size_model(folder, model, cuts=_CUTS)
+    cuts = Cuts(num_layers=1, num_experts=_NUM_EXPERTS[model], vocab_size=600)
+    write_full_size_model(folder, model, cuts=cuts)
     expected = {"gpt-oss-20b": "mxfp4", "Qwen3-30B-A3B": "compressed-tensors int4 groups of 32"}
     assert ModelLoader(folder).weight_format == expected[model]
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)

@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_chat_reaches_the_experts_in_few_calls() -> None:
     path = os.pathsep.join(str(ROOT / part) for part in ("", "kernels"))
     traced = subprocess.run(
-        [sys.executable, "scripts/trace_chat.py"],
-        cwd=ROOT,
+        [sys.executable, "-m", "trace_chat"],
+        cwd=ROOT / "scripts",
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,

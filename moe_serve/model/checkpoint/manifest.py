@@ -143,14 +143,10 @@ def expert_table(names: ExpertNames, spec: ModelSpec, layer: int, expert: int) -
     """
     d, f, e = spec.width, spec.expert_width, spec.router.num_experts
     if names.gate:
-        table = {
-            "gate": Stored(names.gate, (f, d)),
-            "up": Stored(names.up, (f, d)),
-            "down": Stored(names.down, (d, f)),
-        }
         return {
-            key: replace(s, name=s.name.format(layer=layer, expert=expert))
-            for key, s in table.items()
+            "gate": Stored(names.gate.format(layer=layer, expert=expert), (f, d)),
+            "up": Stored(names.up.format(layer=layer, expert=expert), (f, d)),
+            "down": Stored(names.down.format(layer=layer, expert=expert), (d, f)),
         }
     swap = names.is_transposed
     table = {

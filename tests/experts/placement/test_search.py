@@ -280,7 +280,7 @@ class TestManyDevices:
 
     @pytest.mark.parametrize(("num_scenarios", "speed"), [(1, 1.0), (2, 1.0), (1, 1.5)])
     def test_as_even_as_the_bound_allows(self, num_scenarios: int, speed: float) -> None:
-        loads = skewed(num_scenarios, 2, 128, seed=4)
+        loads = skewed(num_scenarios, 1, 128, seed=4)
         devices = tuple(
             Device(node=0, num_slots=3, speed=speed if index % 2 else 1.0) for index in range(72)
         )
@@ -313,12 +313,12 @@ class TestManyDevices:
 
     def test_limits_are_kept(self) -> None:
         """The limits are pins, a budget of moves, and groups on nodes."""
-        loads = skewed(1, 2, 128, seed=2)
-        devices = even_devices(128, 4, 256)
+        loads = skewed(1, 2, 96, seed=2)
+        devices = even_devices(72, 4, 144)
         current = Search().solve(PlacementProblem(loads=loads, devices=devices)).placement
         pins = tuple(Pin(expert=e, device=e % 7) for e in (3, 5, 80))
         problem = PlacementProblem(
-            loads=skewed(1, 2, 128, seed=3),
+            loads=skewed(1, 2, 96, seed=3),
             devices=devices,
             pins=pins,
             move=Move(current=current, max_copies_per_layer=20),
