@@ -19,6 +19,7 @@ from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.pipeline.costs.cost_model import AttentionCost, Experts
 from moe_serve.pipeline.costs.step_costs import BatchLoad
 from moe_serve.pipeline.costs.whole_step import WholeStep
+from moe_serve.planning import calibration as calibration_module
 from moe_serve.planning.calibration_file import read_calibration, write_calibration
 from moe_serve.planning.measure import (
     AttentionSample,
@@ -51,7 +52,11 @@ def _threads_as_before() -> object:
 
 @pytest.mark.usefixtures("_threads_as_before")
 @pytest.mark.timeout(400)
-def test_calibrate_then_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_then_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Whether the times are good is not asked here: a few steps of each kind will do.
+    monkeypatch.setattr(calibration_module, "_QUICK_MIXED_S", 0.02)
     path = tmp_path / "calibration.json"
     layouts = ("--layouts", "1A1E tp2")
     assert run("calibrate", "--quick", "--num-threads", "1", "--out", str(path), *layouts) == 0
