@@ -29,7 +29,7 @@ from moe_serve.planning.measure import (
     fit_experts,
     random_choices,
 )
-from moe_serve.planning.measured_model import load_measured_model
+from moe_serve.planning.measured_model import MeasuredModel, load_measured_model
 from moe_serve.planning.natural_steps import natural_rows
 from moe_serve.planning.plan_memory import weight_bytes
 from moe_serve.planning.whole_steps import StepSample, fit_whole_steps
@@ -131,15 +131,18 @@ def test_a_layout_that_cannot_be_used_has_no_figures(
     assert json.loads(capsys.readouterr().out)["request"]["memory_bytes"] == 2**31
 
 
-def test_weights_are_counted_as_the_file_has_them() -> None:
-    model = load_measured_model(demo_model_folder(), "cpu", 1)
+@pytest.fixture(scope="module")
+def model() -> MeasuredModel:
+    return load_measured_model(demo_model_folder(), "cpu", 1)
+
+
+def test_weights_are_counted_as_the_file_has_them(model: MeasuredModel) -> None:
     counted = weight_bytes(demo_model_folder(), model.spec, model.dtype.itemsize)
     file_bytes = (demo_model_folder() / "model.safetensors").stat().st_size
     assert counted.attention + counted.experts == pytest.approx(file_bytes, rel=0.01)
 
 
-def test_natural_rows_are_the_true_routers_and_random_ones_are_not() -> None:
-    model = load_measured_model(demo_model_folder(), "cpu", 1)
+def test_natural_rows_are_the_true_routers_and_random_ones_are_not(model: MeasuredModel) -> None:
     rows = natural_rows(model, num_sequences=4, num_steps=3)
     assert sorted(rows) == list(range(6))
     ids = rows[0].expert_ids_TK
