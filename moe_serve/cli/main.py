@@ -7,8 +7,10 @@ file is wrong, 3 (run-batch) some rows are errors, 130 interrupted.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -130,7 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
     open_missing_streams()
     try:
         with checked_output():
-            app(args=arguments, prog_name="moe-serve")
+            _commands()(args=arguments, prog_name="moe-serve")
     except (EngineDeadError, ClusterError, OutputError) as error:
         _say(error)
         sys.exit(EXIT_FAILURE)
@@ -139,6 +141,12 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(EXIT_MISTAKE)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+
+
+@functools.cache
+def _commands() -> Callable[..., object]:
+    """Builds all commands from their options, once for all calls in a process."""
+    return typer.main.get_command(app)
 
 
 def _say(error: Exception) -> None:

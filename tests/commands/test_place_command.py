@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import typer
 from rich.console import Console
 from safetensors.numpy import save_file
 
@@ -28,7 +27,7 @@ from experts.placement.problem.problem import PlacementProblem
 from experts.placement.solution import Progress, Solution, Solver
 from experts.placement.solvers.references import Consecutive
 from experts.placement.solvers.search.search_solver import Search
-from moe_serve.cli.main import app, main
+from moe_serve.cli.main import main
 from moe_serve.cli.place import place_plan
 from moe_serve.cli.place.place import spread
 from moe_serve.cluster.members.cluster_model import placement_of
@@ -41,7 +40,6 @@ TRACE = ROOT / "configs" / "placement" / "demo-model.safetensors"
 CLUSTER = ROOT / "configs" / "placement" / "eight-devices.yaml"
 
 Capture = pytest.CaptureFixture[str]
-COMMANDS = typer.main.get_command(app)
 
 
 def run(*arguments: object) -> int:
@@ -51,12 +49,6 @@ def run(*arguments: object) -> int:
     code = exit_info.value.code
     assert code is None or isinstance(code, int)
     return code or 0
-
-
-@pytest.fixture(autouse=True)
-def built_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Builds the commands once, because that takes longer than most of these tests."""
-    monkeypatch.setattr("moe_serve.cli.main.app", COMMANDS)
 
 
 @pytest.fixture

@@ -70,6 +70,7 @@ def test_train_evaluate_and_refuse(
 ) -> None:
     # How well the regression fits is asked in test_evaluate.py; here, that it is judged.
     monkeypatch.setattr(rivals, "_MAX_ITERATIONS", 3)
+    monkeypatch.setattr(rivals, "_CUTS_TO_FIT", 200)
     out, report = tmp_path / "out", tmp_path / "report.json"
     quick = ("--max-tokens", "2400", "--epochs", "1")
     assert run("train", "all", "--texts", str(texts), "--out", str(out), *quick) == 0

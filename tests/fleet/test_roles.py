@@ -10,10 +10,11 @@ from moe_serve.bench.figures.summary import Slo
 from moe_serve.config.cells import CellRole
 from moe_serve.fleet.cell_kinds import cells_with_role, decode_cells_of, prefill_cells_of
 from moe_serve.fleet.certify import certify
+from moe_serve.fleet.demand import demand_of
 from moe_serve.fleet.offer import read_fleet
 from moe_serve.fleet.packing import LOAD, Fleet, Group
 from moe_serve.fleet.roles import CellRatio, fleets_with_roles
-from tests.fleet.test_packing import SHAPE, demand
+from tests.fleet.test_packing import SHAPE, SLO, demand, slots
 
 PREFILL: CellRole = "prefill"
 DECODE: CellRole = "decode"
@@ -48,7 +49,7 @@ def test_decode_cells_have_larger_batches_and_prefill_cells_smaller_chunks_under
 
 
 def test_a_fleet_with_roles_is_certified_under_one_coordinator() -> None:
-    wanted = demand(60.0)
+    wanted = demand_of(slots(60, 60.0), 0, SLO, 0.9, shares_prefixes=True)
     offer = replace(OFFERS[0], num_devices=2)
     prefill = max(prefill_cells_of(offer, wanted), key=lambda k: k.capacity)
     decode = max(decode_cells_of(offer, wanted), key=lambda k: k.capacity)

@@ -19,6 +19,7 @@ from moe_serve.model.checkpoint.checkpoint import demo_model_folder
 from moe_serve.pipeline.costs.cost_model import AttentionCost, Experts
 from moe_serve.pipeline.costs.step_costs import BatchLoad
 from moe_serve.pipeline.costs.whole_step import WholeStep
+from moe_serve.planning import calibration as calibration_module
 from moe_serve.planning.calibration_file import read_calibration, write_calibration
 from moe_serve.planning.measure import (
     AttentionSample,
@@ -28,7 +29,7 @@ from moe_serve.planning.measure import (
     fit_experts,
     random_choices,
 )
-from moe_serve.planning.measured_model import load_measured_model
+from moe_serve.planning.measured_model import MeasuredModel, load_measured_model
 from moe_serve.planning.natural_steps import natural_rows
 from moe_serve.planning.plan_memory import weight_bytes
 from moe_serve.planning.whole_steps import StepSample, fit_whole_steps
@@ -51,7 +52,11 @@ def _threads_as_before() -> object:
 
 @pytest.mark.usefixtures("_threads_as_before")
 @pytest.mark.timeout(400)
-def test_calibrate_then_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_then_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Whether the times are good is not asked here: a few steps of each kind will do.
+    monkeypatch.setattr(calibration_module, "_QUICK_MIXED_S", 0.02)
     path = tmp_path / "calibration.json"
     layouts = ("--layouts", "1A1E tp2")
     assert run("calibrate", "--quick", "--num-threads", "1", "--out", str(path), *layouts) == 0
@@ -126,15 +131,18 @@ def test_a_layout_that_cannot_be_used_has_no_figures(
     assert json.loads(capsys.readouterr().out)["request"]["memory_bytes"] == 2**31
 
 
-def test_weights_are_counted_as_the_file_has_them() -> None:
-    model = load_measured_model(demo_model_folder(), "cpu", 1)
+@pytest.fixture(scope="module")
+def model() -> MeasuredModel:
+    return load_measured_model(demo_model_folder(), "cpu", 1)
+
+
+def test_weights_are_counted_as_the_file_has_them(model: MeasuredModel) -> None:
     counted = weight_bytes(demo_model_folder(), model.spec, model.dtype.itemsize)
     file_bytes = (demo_model_folder() / "model.safetensors").stat().st_size
     assert counted.attention + counted.experts == pytest.approx(file_bytes, rel=0.01)
 
 
-def test_natural_rows_are_the_true_routers_and_random_ones_are_not() -> None:
-    model = load_measured_model(demo_model_folder(), "cpu", 1)
+def test_natural_rows_are_the_true_routers_and_random_ones_are_not(model: MeasuredModel) -> None:
     rows = natural_rows(model, num_sequences=4, num_steps=3)
     assert sorted(rows) == list(range(6))
     ids = rows[0].expert_ids_TK
