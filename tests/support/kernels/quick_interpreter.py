@@ -12,6 +12,12 @@ from typing import Any
 import triton.language as tl
 from triton.runtime import interpreter
 
+_BOUNDS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("fp16", "bf16", "fp32", "fp64"), (-math.inf, math.inf)),
+    **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": (0, 2**bits - 1) for bits in (8, 16, 32, 64)},
+}
+
 
 def install() -> None:
     """Replaces parts of the interpreter."""
@@ -139,12 +145,25 @@ def _combine_alike_at_once() -> None:
             return lhs, rhs
         return broadcast(lhs, rhs)
 
+    def fits(number: Any, kind: Any) -> bool:
+        """Returns True if the number becomes one of the other value's type."""
+        if type(kind) is not core.dtype or kind.name not in _BOUNDS:
+            return False
+        is_number = type(number) is int or (type(number) is float and kind.is_floating())
+        least, most = _BOUNDS[kind.name]
+        return is_number and bool(least <= number <= most)
+
     def check_types(lhs: Any, rhs: Any, *args: Any) -> Any:
-        is_division = args[3:] == (True,)  # its result may have another type
-        if type(lhs) is type(rhs) is core.tensor and not is_division:
-            kind = lhs.dtype
-            if type(kind) is core.dtype and kind == rhs.dtype:
-                return broadcast_value(lhs, rhs)
+        if args[2:] not in ((), (True,), (True, False)):  # a quotient may have another type
+            return check(lhs, rhs, *args)
+        if type(lhs) is not core.tensor:
+            if type(rhs) is core.tensor and fits(lhs, rhs.dtype):
+                return broadcast_value(semantic.scalar_constant(lhs, rhs.dtype), rhs)
+        elif type(rhs) is not core.tensor:
+            if fits(rhs, lhs.dtype):
+                return broadcast_value(lhs, semantic.scalar_constant(rhs, lhs.dtype))
+        elif type(lhs.dtype) is core.dtype and lhs.dtype == rhs.dtype:
+            return broadcast_value(lhs, rhs)
         return check(lhs, rhs, *args)
 
     semantic.broadcast_impl_value = broadcast_value
