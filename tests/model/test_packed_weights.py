@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,12 +23,20 @@ NAMES = (
     "Kimi-K2-Thinking",  # symmetric int4, groups of 32
     "DeepSeek-V3",  # fp8 blocks, latents, shared experts
 )
-WANTED = requests(5, 300, 5)
+WANTED = requests(5, 300, 2)
+
+
+@pytest.fixture(scope="module")
+def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """Returns a function that writes the pair of a case at its first call."""
+    return cache(lambda name: write_pair(tmp_path_factory.mktemp("pair"), CASES[name]))
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return list(write_pair(tmp_path_factory.mktemp("pair"), CASES[request.param]))
+def pair(
+    request: pytest.FixtureRequest, pair_of: Callable[[str], tuple[Path, Path]]
+) -> tuple[Path, Path]:
+    return pair_of(request.param)
 
 
 def of_folder(folder: Path, attention: int, experts: int, **cluster: object) -> EngineConfig:
@@ -39,18 +49,18 @@ def packed(of: EngineConfig, **model: object) -> EngineConfig:
 
 
 @pytest.fixture(scope="module")
-def wanted(pair: list[Path]) -> dict[str, Answer]:
+def wanted(pair: tuple[Path, Path]) -> dict[str, Answer]:
     """Returns the answers of the same weights stored in floats."""
     return colocated(of_folder(pair[1], 0, 0), WANTED)
 
 
-def test_ranks_and_shards(pair: list[Path], wanted: dict[str, Answer]) -> None:
+def test_ranks_and_shards(pair: tuple[Path, Path], wanted: dict[str, Answer]) -> None:
     assert on_ranks(packed(of_folder(pair[0], 1, 2)), WANTED) == wanted, "1A2E"
     sharded = packed(of_folder(pair[0], 1, 1, attention_tp=2))
     assert on_ranks(sharded, WANTED) == wanted, "two shards"
 
 
-def test_expert_memory(pair: list[Path], wanted: dict[str, Answer]) -> None:
+def test_expert_memory(pair: tuple[Path, Path], wanted: dict[str, Answer]) -> None:
     """A slot has the size of an expert in few bits."""
     of = packed(of_folder(pair[0], 0, 0))
     few = replace(of, model=replace(of.model, expert_memory_bytes=400_000))
@@ -61,10 +71,12 @@ def test_expert_memory(pair: list[Path], wanted: dict[str, Answer]) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES[:2])
-def test_products_of_whole_numbers_in_any_layout(name: str, tmp_path: Path) -> None:
+def test_products_of_whole_numbers_in_any_layout(
+    name: str, pair_of: Callable[[str], tuple[Path, Path]]
+) -> None:
     """The tokens may differ from those of floats, but are the same in one process, on ranks and on
     shards."""
-    stored, _ = write_pair(tmp_path, CASES[name])
+    stored, _ = pair_of(name)
     alone = packed(of_folder(stored, 0, 0), low_bit_products="int8")
     answers = colocated(alone, WANTED)
     for layout in ((1, 2, 1), (2, 1, 2)):

@@ -14,6 +14,7 @@ from moe_kernels.reference.torch_kv_rows import QuantisedRows, page_rows, quanti
 from tests.moe_kernels import test_latent_attention as latent
 from tests.moe_kernels import test_paged_attention as grouped
 from tests.support.kernels.kernel_sets import KERNEL_SETS
+from tests.support.kernels.prompt_cuts import pieces_of
 
 FORMS = {"int8": kv_form("int8"), "int4": kv_form("int4"), "int4 plain": KVForm(4)}
 STORING_ERROR = {"int8": 0.012, "int4": 0.2, "int4 plain": 0.08}  # of the largest value
@@ -113,12 +114,10 @@ def test_a_row_is_bitwise_the_same_however_the_prompt_is_cut(
     scene = Scene(name, form, SHAPES[kind], dtype, [(0, 260)])
     (sequence,), whole_pages, pages = scene.sequences, scene.copy_pages(), scene.copy_pages()
     (whole,) = scene.run([sequence], whole_pages)
-    for start in range(0, 260, chunk):
-        piece = grouped.Sequence(
-            sequence.page_table, start, sequence.qkv[start : start + chunk].clone()
-        )
+    for start, end in pieces_of(260, chunk):
+        piece = grouped.Sequence(sequence.page_table, start, sequence.qkv[start:end].clone())
         (part,) = scene.run([piece], pages)
-        assert torch.equal(part, whole[start : start + chunk]), f"{name}, {start=}"
+        assert torch.equal(part, whole[start:end]), f"{name}, {start=}"
     for name_of_part in KVPages.__slots__[:4]:
         one, other = (getattr(each, name_of_part) for each in (whole_pages, pages))
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), name_of_part
@@ -153,7 +152,7 @@ def test_every_set_stores_the_same_bytes(form: str) -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", KERNEL_SETS)
-@pytest.mark.parametrize("sizes", [(4, 64, 16), (128, 512, 64), (20, 40, 8)])
+@pytest.mark.parametrize("sizes", [(4, 64, 16), (70, 512, 64), (20, 40, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_latents_in_8_bits(
     name: KernelsName, sizes: tuple[int, int, int], dtype: torch.dtype
@@ -179,8 +178,7 @@ def test_latents_in_8_bits(
     stored = (keys - plain.keys.float()).abs().amax() / plain.keys.float().abs().amax()
     assert stored < 0.012, f"stored wrongly: {stored}"
     again = latent_pages(scene)
-    for first in range(0, latent.LENGTH, 7):
-        last = min(latent.LENGTH, first + 7)
+    for first, last in pieces_of(latent.LENGTH, 7):
         assert torch.equal(scene.run(first, last, again), out[first:last]), f"{name}, {first=}"
     assert torch.equal(again.keys, pages.keys)
 

@@ -11,7 +11,7 @@ from tests.support.kernels.kernel_sets import KERNEL_SETS, make_kernels
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 31, 33, 64, 129, 500, 1000)
+COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 31, 33, 64, 129, 500)  # beside the whole of 1100
 
 
 @pytest.mark.parametrize("name", KERNEL_SETS)

@@ -38,12 +38,15 @@ _MORE_KEYS = (
 
 @pytest.mark.parametrize("name", _NAMES)
 def test_a_wrong_value_is_refused_in_a_sentence_or_harmless(name: str) -> None:
-    for where, values in _with_one_wrong_value(published(name)):
+    original = published(name)
+    before = copy.deepcopy(original)
+    for where, values in _with_one_wrong_value(original):
         try:
             inverse_frequencies(spec_of(values).rope)
         except CheckpointError as error:
             message = str(error)
             assert message.startswith("config.json") and "\n" not in message, (where, message)
+    assert original == before, "reading changes the config"
 
 
 @pytest.mark.parametrize("text", ["[]", "", "{", "[" * 200_000, "\xff", "1"])
@@ -57,16 +60,10 @@ def test_files_that_hold_no_object_are_refused(text: str, tmp_path: Path) -> Non
 
 def _with_one_wrong_value(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields a config for every existing or possible key and every wrong value."""
-    parts = [(), *((key,) for key in ("text_config", "rope_scaling") if values.get(key))]
-    for path in parts:
-        for key in (*_part(values, path), *_MORE_KEYS):
+    for inside in ("", *(key for key in ("text_config", "rope_scaling") if values.get(key))):
+        part = values[inside] if inside else values
+        for key in (*part, *_MORE_KEYS):
             for wrong in _WRONG:
-                changed = copy.deepcopy(values)
-                _part(changed, path)[key] = wrong
-                yield f"{'.'.join((*path, key))} = {wrong!r}", changed
-
-
-def _part(values: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    for key in path:
-        values = values[key]
-    return values
+                changed = part | {key: wrong}
+                where = f"{inside}.{key} = {wrong!r}"
+                yield where, values | {inside: changed} if inside else changed

@@ -46,6 +46,7 @@ def test_packed_experts_have_the_same_logits(case: QuantisedCase, pair: tuple[Pa
     assert description.startswith("dequantised to"), description
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 def test_logits(pair: tuple[Path, Path], kernels: KernelsName) -> None:
     """Each set of kernels runs in one dtype, because loading does not depend on the kernels."""

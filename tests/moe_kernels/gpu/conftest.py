@@ -6,14 +6,9 @@ TRITON_INTERPRET is read when a kernel is decorated, so it is set here, before a
 from __future__ import annotations
 
 import importlib.util
-import inspect
-import math
 import os
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,90 +18,14 @@ from numpy.typing import NDArray
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 HAS_DEVICE = torch.cuda.is_available()
-Values = NDArray[np.float32]
-
-
-def remember_builtins() -> None:
-    """Makes the interpreter replace the functions of `tl` once per launch, by functions that are
-    made once. Without this it searches for them at every launch and every call of a kernel's own
-    function, which takes a third of its time."""
-    from triton.runtime import interpreter
-
-    replaced: dict[object, list[tuple[str, object]]] = {}
-    active = SimpleNamespace()  # an attribute for each package whose functions are replaced now
-
-    def interpreted(member: Any) -> object:
-        def call(*args: Any, _semantic: object = None, **kwargs: Any) -> Any:
-            return member(*args, **kwargs, _semantic=interpreter.interpreter_semantic)
-
-        return call
-
-    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-        mark = f"package_{id(package)}"
-        if hasattr(active, mark):
-            return
-        scope.set_attr(active, mark, True)  # the scope also takes it back
-        if package not in replaced:
-            members = inspect.getmembers(package)
-            replaced[package] = [
-                (name, interpreted(each))
-                for name, each in members
-                if interpreter.tl.core.is_builtin(each)
-            ]
-        for name, member in replaced[package]:
-            scope.set_attr(package, name, member)
-
-    interpreter._patch_builtin = patch_builtin
-    # This one makes a table of all types at each call.
-    of_type, of_number = interpreter._get_np_dtype, cache(interpreter._get_np_dtype)
-
-    def numpy_type(dtype: Any) -> Any:
-        return of_type(dtype) if dtype.scalar.is_ptr() else of_number(dtype.scalar)
-
-    interpreter._get_np_dtype = numpy_type
-
-
-def remember_types() -> None:
-    """Makes the interpreter compute the properties of a shape once, and not for every value.
-
-    It also leaves out the interpreter's search for overflows, which it makes in most operations on
-    integers and whose result it drops: without the option `debug` it asserts nothing.
-    """
-    from triton.runtime import interpreter
-
-    core, builder = interpreter.tl.core, interpreter.interpreter_builder
-    if not builder.options.debug:
-        builder.options = replace(builder.options, sanitize_overflow=False)
-    make_block_type, known = core.block_type.__init__, dict[object, dict[str, Any]]()
-
-    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = tuple(getattr(size, "value", size) for size in shape)
-        key = (element_ty, sizes) if type(element_ty) is core.dtype else None
-        if key in known:
-            self.__dict__.update(known[key])
-            return
-        make_block_type(self, element_ty, shape)
-        if key is not None:
-            known[key] = dict(self.__dict__)
-
-    @cache
-    def shape_of(sizes: tuple[int, ...]) -> tuple[Any, Any]:
-        return core.constexpr(math.prod(sizes)), core.tuple([*map(core.constexpr, sizes)])
-
-    def tensor(self: Any, handle: Any, type: Any) -> None:
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.numel, self.shape = shape_of(tuple(type.shape) if type.is_block() else ())
-
-    core.block_type.__init__, core.tensor.__init__ = block_type, tensor
 
 
 if HAS_TRITON and not HAS_DEVICE:
     os.environ["TRITON_INTERPRET"] = "1"
-    from tests.support.kernels import bf16_shim
+    from tests.support.kernels import bf16_shim, quick_interpreter
 
     bf16_shim.install()
-    remember_builtins()
-    remember_types()
+    quick_interpreter.install()
 
 
 class ModuleWithoutTriton(pytest.Module):
@@ -156,12 +75,16 @@ def _minima_pass_over_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def rows_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computes dots as a sum over k for all rows at once, because the BLAS behind the interpreter
-    gives rows bits that depend on their place. A GPU's matrix instructions add every row in one
-    order."""
+    """Makes a dot whose elements depend on their row and column alone: float64, rounded once.
 
-    def product(a: Values, b: Values, dtype: object = None) -> Values:
-        total: Values = np.add.reduce(a.T[:, :, None] * b[:, None, :], axis=0)
-        return total if dtype is None else total.astype(dtype)  # type: ignore[call-overload]
+    The BLAS behind the interpreter adds in an order that follows the shape, and gives rows bits
+    that depend on their place. With this dot, the remaining differences come from the blocks that a
+    kernel adds, and their order. A GPU keeps its own dots, which add every row in one order.
+    """
+    matmul = np.matmul
+
+    def product(a: NDArray[Any], b: NDArray[Any], dtype: Any = None) -> NDArray[Any]:
+        sums: NDArray[Any] = matmul(a.astype(np.float64), b.astype(np.float64))
+        return sums.astype(dtype or np.result_type(a, b))
 
     monkeypatch.setattr(np, "matmul", product)

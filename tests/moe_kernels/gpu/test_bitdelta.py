@@ -16,7 +16,7 @@ from tests.support.adapters.bitdelta_folders import write_fine_tune
 from tests.support.families.case import TINY, Case
 from tests.support.families.parity import write_checkpoint
 
-SMALL = TINY | {"hidden_size": 32, "num_hidden_layers": 2}
+SMALL = TINY | {"hidden_size": 32, "num_hidden_layers": 1}
 CASES = {
     "qwen2_moe": Case(  # biases, a shared expert with a gate
         transformers.Qwen2MoeConfig(
@@ -38,7 +38,7 @@ CASES = {
     ),
     "deepseek_v2": Case(  # latent attention, a dense layer
         transformers.DeepseekV2Config(
-            **SMALL | {"num_key_value_heads": 4},
+            **SMALL | {"num_hidden_layers": 2, "num_key_value_heads": 4},
             q_lora_rank=None,
             kv_lora_rank=16,
             qk_nope_head_dim=16,

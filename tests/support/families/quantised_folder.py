@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +42,8 @@ class QuantisedCase:
 
 def write_pair(root: Path, case: QuantisedCase) -> tuple[Path, Path]:
     """Writes the quantised folder and its twin in float32, and returns both."""
-    stored, plain = (write_checkpoint(root / name, case.model) for name in ("stored", "plain"))
+    plain = write_checkpoint(root / "plain", case.model)
+    stored = Path(shutil.copytree(plain, root / "stored"))
     torch.manual_seed(0)
     floats = case.layout(load_file(plain / "model.safetensors"))
     if case.inside:

@@ -1,4 +1,4 @@
-"""Words of packed values, made value by value after each format's published definition.
+"""Words of packed values, made place by place after each format's published definition.
 
 R rows, C columns.
 """
@@ -19,10 +19,10 @@ def pack_columns(values_RC: Tensor, bits: int, order: tuple[int, ...] = ()) -> T
     per_word = 32 // bits
     num_words = -(-values_RC.shape[1] // per_word)
     words = torch.zeros(len(values_RC), num_words, dtype=torch.int64)
-    for column in range(values_RC.shape[1]):
-        word, place = divmod(column, per_word)
-        place = order.index(place) if order else place
-        words[:, word] |= values_RC[:, column].long() << (place * bits)
+    for column in range(min(per_word, values_RC.shape[1])):  # of every word
+        place = order.index(column) if order else column
+        values = values_RC[:, column::per_word].long()
+        words[:, : values.shape[1]] |= values << (place * bits)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 

@@ -8,6 +8,7 @@ code does, and the kernels round to the compute dtype alone.)
 from __future__ import annotations
 
 import logging
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from moe_serve.errors import ConfigError
 from moe_serve.model.load.loader import ModelLoader
 from tests.support.families import quantised_models as tiny
+from tests.support.families.case import Case
 from tests.support.families.parity import model_logits, random_prompts
 from tests.support.families.quantised_cases import CASES
 from tests.support.families.quantised_configs import (
@@ -33,6 +35,13 @@ from tests.support.families.stored_forms import awq, compressed_int, fp8, gptq, 
 _PROJECTIONS = r".*_proj(_with_mqa)?"
 _EXPERTS = r".*\.experts\.\d+\.\w+"
 _FP32 = torch.float32
+
+
+def _one_layer(case: Case) -> Case:
+    """Returns the model with one layer, of experts."""
+    config = deepcopy(case.config)
+    config.num_hidden_layers, config.mlp_only_layers = 1, []
+    return replace(case, config=config)
 
 
 def _compressed(layout: str, bits: int, strategy: str, **keys: Any) -> dict[str, Any]:
@@ -58,7 +67,7 @@ PACKED: dict[str, tuple[QuantisedCase, str]] = {
     ),
     "fp8 rows": (
         QuantisedCase(
-            model=tiny.qwen3_moe(192),
+            model=_one_layer(tiny.qwen3_moe(192)),
             quantization=_compressed("float-quantized", 8, "channel", kind="float"),
             forms={_PROJECTIONS: fp8("row", suffix="weight_scale")},
             format_name="",
@@ -67,7 +76,7 @@ PACKED: dict[str, tuple[QuantisedCase, str]] = {
     ),
     "int8 rows": (
         QuantisedCase(
-            model=tiny.qwen3_moe(),
+            model=_one_layer(tiny.qwen3_moe()),
             quantization=_compressed("int-quantized", 8, "channel"),
             forms={_PROJECTIONS: compressed_int(8, is_packed=False, scale_dtype=_FP32)},
             format_name="",
@@ -76,7 +85,7 @@ PACKED: dict[str, tuple[QuantisedCase, str]] = {
     ),
     "int4 groups": (
         QuantisedCase(
-            model=tiny.qwen3_moe(),
+            model=_one_layer(tiny.qwen3_moe()),
             quantization=_compressed("pack-quantized", 4, "group", group_size=32),
             forms={_PROJECTIONS: compressed_int(4, 32, scale_dtype=_FP32)},
             format_name="",
@@ -85,7 +94,7 @@ PACKED: dict[str, tuple[QuantisedCase, str]] = {
     ),
     "int4 groups with zeros": (
         QuantisedCase(
-            model=tiny.qwen3_moe(),
+            model=_one_layer(tiny.qwen3_moe()),
             quantization=_compressed("pack-quantized", 4, "group", group_size=64, symmetric=False),
             forms={_PROJECTIONS: compressed_int(4, 64, is_symmetric=False, scale_dtype=_FP32)},
             format_name="",
@@ -94,7 +103,7 @@ PACKED: dict[str, tuple[QuantisedCase, str]] = {
     ),
     "gptq of 4 and 8 bits": (
         QuantisedCase(
-            model=tiny.qwen3_moe(192),
+            model=_one_layer(tiny.qwen3_moe(192)),
             quantization=gptqmodel(
                 checkpoint_format="gptq_v2",
                 sym=False,
@@ -110,7 +119,7 @@ PACKED: dict[str, tuple[QuantisedCase, str]] = {
     ),
     "awq": (
         QuantisedCase(
-            model=tiny.mixtral(),
+            model=_one_layer(tiny.mixtral()),
             quantization=auto_awq(128, ["gate"]),
             forms={f"{_PROJECTIONS}|{_EXPERTS}": awq(128, _FP32)},
             format_name="",
@@ -139,7 +148,7 @@ def test_what_cannot_stay_packed_is_dequantised_and_said(
 ) -> None:
     """Weights with activation order are dequantised; the setting `packed` refuses them."""
     case = QuantisedCase(
-        model=tiny.mixtral(),
+        model=_one_layer(tiny.mixtral()),
         quantization=auto_gptq(desc_act=True, group_size=32),
         forms={f"{_PROJECTIONS}|{_EXPERTS}": gptq(4, 32, is_shuffled=True)},
         format_name="",

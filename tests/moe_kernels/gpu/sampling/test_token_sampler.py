@@ -134,7 +134,7 @@ MIXED: list[Row] = [
 
 
 @settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(rows=st.lists(ROWS, min_size=1, max_size=5))
 @example(rows=MIXED)
@@ -250,9 +250,9 @@ def test_an_engine_samples_with_the_kernels(tmp_path: Path, device: torch.device
     )
     folder = str(write_checkpoint(tmp_path / "model", Case(config)))
     wishes = {
-        "greedy": SamplingParams(temperature=0.0, max_tokens=3, logprobs=1, prompt_logprobs=1),
-        "drawn": SamplingParams(temperature=1.0, top_p=0.9, seed=5, max_tokens=3),
-        "penalised": SamplingParams(temperature=0.8, seed=6, max_tokens=3, presence_penalty=1.0),
+        "greedy": SamplingParams(temperature=0.0, max_tokens=2, logprobs=1, prompt_logprobs=1),
+        "drawn": SamplingParams(temperature=1.0, top_p=0.9, seed=5, max_tokens=2),
+        "penalised": SamplingParams(temperature=0.8, seed=6, max_tokens=2, presence_penalty=1.0),
     }
     results = []
     for kernels in ("torch", "triton"):
