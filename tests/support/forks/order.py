@@ -25,7 +25,10 @@ WORKERS = (
     "moe_serve.cluster.ranks.attention_shard",
     "moe_serve.planning.exchange_timing",
 )
-_PROGRAMS = ("moe_serve", *WORKERS, "pingpong.rank", "gpu_bench.worker")
+_PROGRAMS = (
+    "moe_serve", *WORKERS, "pingpong.rank", "gpu_bench.worker", "tests.support.engine.disk_writer",
+    "tests.support.engine.draw_faults",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
