@@ -27,10 +27,11 @@ from moe_serve.errors import ConfigError
 from moe_serve.offline.llm import LLM
 from moe_serve.offline.outputs import RequestOutput
 from tests.engine.conftest import VARIANTS
+from tests.support.engine import disk_writer
 from tests.support.kernels.kernel_sets import KERNEL_SETS
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True, logprobs=2)
-DRAWN = SamplingParams(max_tokens=20, temperature=1.1, seed=3, ignore_eos=True, logprobs=1)
+DRAWN = SamplingParams(max_tokens=11, temperature=1.1, seed=3, ignore_eos=True, logprobs=1)
 PROMPTS = [np.random.default_rng(seed).integers(1, 298, 90).tolist() for seed in (1, 2, 3)]
 
 
@@ -63,7 +64,7 @@ def test_warm_from_disk_is_cold(
             outputs = answers(llm)
             assert content(outputs) == cold, f"{turn=}"
             assert [output.num_cached_tokens for output in outputs] == [80 * turn] * 3
-    # 90 prompt tokens and 9 or 20 of an answer, of which the last is not computed
+    # 90 prompt tokens and 9 or 11 of an answer, of which the last is not computed
     (only,) = report(tmp_path / "kv", now=time.time(), verifies=True)
     assert (only.num_pages, only.num_wrong) == (6 + 6 + 6, 0)
     assert clear(tmp_path / "kv") == only.num_bytes and report(tmp_path / "kv", now=0) == []
@@ -147,18 +148,6 @@ def test_pages_of_every_layout_are_copied_whole(checkpoints: dict[str, Path]) ->
                 assert torch.equal(one[2], other[3]) and not other[1:3].any()
 
 
-_WORKER = """
-import sys
-from moe_serve import LLM, SamplingParams
-model, folder, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
-with LLM(model, kv_disk=folder, num_threads=1) as llm:
-    print("ready", flush=True)
-    for turn in range(1000):
-        prompt = [1 + (turn * 7 + seed * 13 + i * i) % 290 for i in range(90)]
-        llm.generate([prompt], SamplingParams(max_tokens=9), use_progress_bar=False)
-"""
-
-
 def test_a_killed_server_leaves_an_ordinary_start(tiny: str, tmp_path: Path) -> None:
     folder, chance = tmp_path / "kv", random.Random(4)
     with LLM(tiny, prefix_cache=False) as llm:
@@ -166,7 +155,8 @@ def test_a_killed_server_leaves_an_ordinary_start(tiny: str, tmp_path: Path) -> 
     cut = 0
     for kill in range(2):
         worker = subprocess.Popen(
-            [sys.executable, "-c", _WORKER, tiny, str(folder), str(kill)], stdout=subprocess.PIPE
+            [sys.executable, "-m", disk_writer.__name__, tiny, str(folder), str(kill)],
+            stdout=subprocess.PIPE,
         )
         assert worker.stdout is not None and worker.stdout.readline() == b"ready\n"
         time.sleep(chance.uniform(0.0, 0.4))

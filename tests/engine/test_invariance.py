@@ -18,8 +18,10 @@ from moe_serve.offline.outputs import RequestOutput
 from tests.support.families.quantised_cases import CASES
 from tests.support.families.quantised_folder import write_pair
 from tests.support.kernels.kernel_sets import KERNEL_SETS
+from tests.support.sampled_cases import EVERY_CASE
 
 Dtype = Literal["float32", "bfloat16"]
+NUM_TOKENS = 9 if EVERY_CASE else 6
 WHOLE_NUMBERS = {"linear_weights": "packed", "low_bit_products": "int8"}
 
 
@@ -28,10 +30,10 @@ def prompts_and_params(count: int) -> tuple[list[list[int]], list[SamplingParams
     rng = np.random.default_rng(3)
     prompts = [rng.integers(1, 300, int(n)).tolist() for n in rng.integers(1, 90, count)]
     params = [
-        SamplingParams(max_tokens=9, temperature=0, ignore_eos=True, logprobs=2)
+        SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, logprobs=2)
         if i % 2
         else SamplingParams(
-            max_tokens=9, temperature=1.3, top_p=0.95, seed=i, ignore_eos=True, logprobs=2
+            max_tokens=NUM_TOKENS, temperature=1.3, top_p=0.95, seed=i, ignore_eos=True, logprobs=2
         )
         for i in range(count)
     ]
@@ -108,10 +110,12 @@ def check_cuts(folder: str, **model: Any) -> None:
             prefix_cache=False,
             **model,
         ) as llm:
-            outputs = llm.generate(prompts, params, use_progress_bar=False)
+            # With enough pages, half of the requests tell, unless every case runs.
+            count = 4 if pages is None and not EVERY_CASE else len(prompts)
+            outputs = llm.generate(prompts[:count], params[:count], use_progress_bar=False)
             if pages is not None:
                 assert llm.stats().counts.num_preemptions > 0, "the pool was meant to be too small"
-        for index, (output, expected) in enumerate(zip(outputs, plain, strict=True)):
+        for index, (output, expected) in enumerate(zip(outputs, plain[:count], strict=True)):
             assert content(output) == content(expected), f"{model}, {budget=}, {index=}"
 
 

@@ -23,21 +23,28 @@ from moe_serve.engine.request.request import FinishReason, TokenDelta
 from tests.support.cluster.layouts import Answer, colocated, config, serve
 from tests.support.engine.long_prompts import in_chunks, in_layers, long_requests
 
-VOCAB_SIZE = 4096  # of the demonstration model
+VOCAB_SIZE = 300  # of the tiny models
 
 
 @pytest.fixture(scope="module")
-def answers_in_chunks() -> dict[str, Answer]:
-    return colocated(in_chunks(config(1, 1)), long_requests(VOCAB_SIZE))
+def of(checkpoints: dict[str, Path]) -> EngineConfig:
+    return config(1, 1, folder=checkpoints["qwen3_moe"])
 
 
-def test_one_process_with_few_pages(answers_in_chunks: dict[str, Answer]) -> None:
-    """Prompts wait for pages, and two micro-batches alternate."""
+@pytest.fixture(scope="module")
+def answers_in_chunks(of: EngineConfig) -> dict[str, Answer]:
+    return colocated(in_chunks(of), long_requests(VOCAB_SIZE))
+
+
+def test_the_demonstration_model_with_few_pages() -> None:
+    """Prompts wait for pages, and two micro-batches alternate. Its layers are more than two
+    groups."""
+    wanted = long_requests(4096)
     of = in_layers(config(1, 1))
     of = replace(of, cluster=ClusterConfig(), cache=replace(of.cache, num_pages=33))
     of = replace(of, model=replace(of.model, max_model_len=512))
     engine = build_engine(replace(of, pipeline=PipelineConfig(micro_batches=2))).engine
-    assert serve(engine, long_requests(VOCAB_SIZE)) == answers_in_chunks
+    assert serve(engine, wanted) == colocated(in_chunks(config(1, 1)), wanted)
     assert engine.stats().counts.num_evicted_pages > 0
 
 
@@ -77,11 +84,14 @@ def preempt(engine: Engine, runner: Any) -> None:
 @pytest.mark.faults
 @pytest.mark.parametrize(("hurt", "is_failed"), [(spoil, True), (lose, False), (preempt, False)])
 def test_states_that_are_spoiled_lost_or_given_up(
-    hurt: Callable[[Engine, Any], None], is_failed: bool, answers_in_chunks: dict[str, Answer]
+    hurt: Callable[[Engine, Any], None],
+    is_failed: bool,
+    of: EngineConfig,
+    answers_in_chunks: dict[str, Answer],
 ) -> None:
     """A state that is not finite fails its own request, as a page does; a lost state fails no
     request."""
-    engine, executor = local(config(1, 1))
+    engine, executor = local(of)
     answers = {each.request_id: Answer() for each in long_requests(VOCAB_SIZE)}
     for each in long_requests(VOCAB_SIZE):
         engine.add(each)
@@ -101,8 +111,8 @@ def test_states_that_are_spoiled_lost_or_given_up(
     assert (engine.stats().counts.num_corrupted == 1) == is_failed
 
 
-def test_an_aborted_prompt_leaves_no_state() -> None:
-    engine, executor = local(config(1, 1))
+def test_an_aborted_prompt_leaves_no_state(of: EngineConfig) -> None:
+    engine, executor = local(of)
     engine.add(long_requests(VOCAB_SIZE)[2])
     until_parked(engine)
     runner: Any = executor.runner
@@ -114,10 +124,12 @@ def test_an_aborted_prompt_leaves_no_state() -> None:
     engine.check_integrity()
 
 
-def test_drafts_between_groups_of_layers(answers_in_chunks: dict[str, Answer]) -> None:
+def test_drafts_between_groups_of_layers(
+    of: EngineConfig, answers_in_chunks: dict[str, Answer]
+) -> None:
     """Requests that draft decode beside parked prompts. A group uses its step's budget, so drafts
     are verified in the steps between."""
-    engine, executor = local(replace(config(1, 1), speculation=SpeculationConfig(method="auto")))
+    engine, executor = local(replace(of, speculation=SpeculationConfig(method="auto")))
     looping = replace(long_requests(VOCAB_SIZE)[0], request_id="loop")
     params = replace(looping.params, max_tokens=80, temperature=0.0)
     engine.add(replace(looping, params=params, prompt_token_ids=(5, 6, 7) * 20))
@@ -146,7 +158,8 @@ def test_small_models_with_few_pages(variant: str, checkpoints: dict[str, Path])
     of = replace(of, cluster=ClusterConfig(), cache=replace(of.cache, num_pages=26))
     of = replace(of, model=replace(of.model, max_model_len=400))
     wanted = [
-        replace(each, params=replace(each.params, max_tokens=70)) for each in long_requests(300)
+        replace(each, params=replace(each.params, max_tokens=40))
+        for each in long_requests(VOCAB_SIZE)
     ]
     engines = [build_engine(each).engine for each in (in_chunks(of), in_layers(of))]
     chunks, layers = (serve(engine, wanted) for engine in engines)

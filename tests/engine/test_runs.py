@@ -292,7 +292,7 @@ def told(output: RequestOutput) -> list[object]:
 def test_answers_of_the_demonstration_model(llms: tuple[LLM, LLM, RunExecutor]) -> None:
     """Each kind of request runs alone, then all run in one batch."""
     alone, other, executor = llms
-    params = {k: SamplingParams(**({"max_tokens": 24} | p)) for k, p in ENGINE_PARAMS.items()}
+    params = {k: SamplingParams(**({"max_tokens": 16} | p)) for k, p in ENGINE_PARAMS.items()}
     prompts = [f"{PROMPT} {i}" for i in range(len(params))]
     wishes = list(params.values())
     expected = alone.generate(prompts, wishes, use_progress_bar=False)

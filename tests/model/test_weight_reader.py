@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from moe_serve.errors import CheckpointError
+from moe_serve.model.checkpoint import safetensors_file
 from moe_serve.model.checkpoint.checkpoint import Checkpoint
 from moe_serve.model.checkpoint.hf_config import HFConfig
 from moe_serve.model.formats import FORMATS
@@ -94,6 +95,16 @@ def test_the_choice_is_logged(
     with caplog.at_level(logging.INFO):
         reader_of({"a": torch.zeros(1)}, {"quant_method": "gptq", "bits": 4, "group_size": 32})
     assert caplog.messages == [f"{tmp_path}: weights are stored as gptq int4 groups of 32"]
+
+
+def test_copies_do_not_read_the_headers_again(
+    reader_of: ReaderOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.randn(4, 3)
+    reader = reader_of({"a": weight})
+    monkeypatch.setattr(safetensors_file, "_read_headers", lambda path: 1 // 0)
+    copied = reader.copying().copying()
+    assert torch.equal(copied.read("a", (4, 3), torch.float32), weight)
 
 
 def test_threads_read_the_same(reader_of: ReaderOf) -> None:

@@ -6,6 +6,7 @@ can refuse a bad checkpoint before it takes memory.
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ class Checkpoint:
         """
         self.folder, self._is_copying = folder, is_copying
         self._files: dict[str, SafetensorsFile] = {}
+        self._headers_of: Mapping[str, Mapping[str, TensorHeader]] = {}  # of files not opened yet
         self._lock = threading.Lock()
         indexed = _indexed(folder)
         self._file_of: Mapping[str, str] = self._of_all_files() if indexed is None else indexed
@@ -44,6 +46,17 @@ class Checkpoint:
     def __exit__(self, *exception: object) -> None:
         for file in self._files.values():
             file.close()
+
+    def copying(self) -> Checkpoint:
+        """Returns the same tensors, read into their own memory. The headers that this checkpoint
+        has read are not read again."""
+        other = copy.copy(self)
+        other._is_copying, other._lock = True, threading.Lock()
+        with self._lock:
+            other._files = {}
+            opened = {name: file.headers for name, file in self._files.items()}
+        other._headers_of = {**self._headers_of, **opened}
+        return other
 
     def __contains__(self, name: object) -> bool:
         return name in self._file_of
@@ -114,7 +127,9 @@ class Checkpoint:
         with self._lock:
             file = self._files.get(file_name)
             if file is None:
-                file = self._files[file_name] = SafetensorsFile(self.folder / file_name)
+                headers = self._headers_of.get(file_name)
+                file = SafetensorsFile(self.folder / file_name, headers)
+                self._files[file_name] = file
         if name not in file.headers:
             raise CheckpointError(
                 f"{file.path} does not hold tensor {name}, although the index says so."

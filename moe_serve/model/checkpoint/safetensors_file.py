@@ -63,10 +63,11 @@ class SafetensorsFile:
     Opening reads and checks the header only; the first read of a tensor maps the file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, headers: Mapping[str, TensorHeader] | None = None) -> None:
+        """`headers`: those of this file, if they were read and checked before."""
         self.path = path
         try:
-            self.headers: Mapping[str, TensorHeader] = _read_headers(path)
+            self.headers = _read_headers(path) if headers is None else headers
         except OSError as error:
             if not path.exists():
                 link = " (a link to nothing)" if path.is_symlink() else ""

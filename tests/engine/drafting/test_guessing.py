@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
@@ -99,6 +100,11 @@ def seconds_per_token(network: Network | None, time: Time, num_requests: int = 8
     return (time.now - begun) / num_tokens
 
 
+@cache
+def plain_seconds_per_token() -> float:
+    return seconds_per_token(None, Time())
+
+
 def drafting_of(engine: Engine, time: Time, *drafters: Oracle, **kwargs: Any) -> Drafting:
     stop = engine.stop_rule
     return Drafting(drafters, stop, vocab_size=50, max_tokens=4, clock=time, **kwargs)
@@ -107,7 +113,7 @@ def drafting_of(engine: Engine, time: Time, *drafters: Oracle, **kwargs: Any) ->
 @pytest.mark.parametrize("cost", [0.15, 1.0])
 def test_wrong_guesses_cost_next_to_nothing(cost: float) -> None:
     time = Time()
-    off, on = seconds_per_token(None, time), seconds_per_token(Network(time, cost, True), time)
+    off, on = plain_seconds_per_token(), seconds_per_token(Network(time, cost, True), time)
     assert off / on > 0.97
 
 
@@ -115,7 +121,7 @@ def test_right_guesses_that_cost_more_than_they_gain_are_not_made() -> None:
     """Five tokens take (0.7 + 5 x 0.3) + 4 x 1 seconds, and as many steps would take 5."""
     time = Time()
     network = Network(time, 1.0)
-    off, on = seconds_per_token(None, time), seconds_per_token(network, time)
+    off, on = plain_seconds_per_token(), seconds_per_token(network, time)
     assert off / on > 0.97
     assert len(network.steps) < 20
 
@@ -124,7 +130,7 @@ def test_right_guesses_that_gain_are_made_in_every_step() -> None:
     """Five tokens take 2.2 + 4 x 0.05 seconds in place of 5."""
     time = Time()
     network = Network(time, 0.05)
-    off, on = seconds_per_token(None, time), seconds_per_token(network, time)
+    off, on = plain_seconds_per_token(), seconds_per_token(network, time)
     assert off / on > 0.9 * 5 / 2.4
     assert len(network.steps) > 0.9 * network.num_rounds
 

@@ -40,7 +40,7 @@ def test_joins_leaves_and_preemptions(
     """21 requests share 9 seats and a small pool: batches have all sizes, with prompts in
     between."""
     prompts, params = prompts_and_params(21)
-    params = [dataclasses.replace(p, max_tokens=4 + i % 17) for i, p in enumerate(params)]
+    params = [dataclasses.replace(p, max_tokens=4 + i % 9) for i, p in enumerate(params)]
     results = []
     for is_off in (False, True):
         with pytest.MonkeyPatch.context() as patch:

@@ -20,15 +20,16 @@ from moe_serve.offline.llm import LLM
 from moe_serve.offline.outputs import RequestOutput
 from tests.support.engine.windows import seen
 from tests.support.kernels.kernel_sets import KERNEL_SETS
+from tests.support.sampled_cases import EVERY_CASE
 
 WINDOW = KVWindow(window=24, sinks=4)
-NUM_TOKENS = 56
+NUM_TOKENS = 44
 
 
 def prompts_and_params() -> tuple[list[list[int]], list[SamplingParams]]:
     """Returns requests with windows of several sizes, and one without a window."""
     rng = np.random.default_rng(3)
-    prompts = [rng.integers(1, 300, n).tolist() for n in (5, 33, 70, 90)]
+    prompts = [rng.integers(1, 300, n).tolist() for n in (15, 33, 70, 90)]
     windows = [WINDOW, None, KVWindow(window=33, sinks=20), KVWindow(window=27, sinks=0)]
     params = [
         SamplingParams(
@@ -59,17 +60,17 @@ def test_company_chunks_and_preemptions_change_no_bit(
     folder, (prompts, params) = str(checkpoints[variant]), prompts_and_params()
     with LLM(folder, kernels=kernels, kv_dtype=kv_dtype) as llm:
         together = llm.generate(prompts, params, use_progress_bar=False)
-        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-            (alone,) = llm.generate([prompt], own, use_progress_bar=False)
+        for index in range(4) if EVERY_CASE else (0, 2):
+            (alone,) = llm.generate([prompts[index]], params[index], use_progress_bar=False)
             assert content(alone) == content(together[index]), f"{index=}"
-        (whole,) = llm.generate(
-            [prompts[3]], replace(params[3], kv_window=None), use_progress_bar=False
-        )
+        free = replace(params[3], kv_window=None, max_tokens=20)
+        (whole,) = llm.generate([prompts[3]], free, use_progress_bar=False)
+    beginning = together[3].outputs[0].token_ids[:20], (together[3].outputs[0].logprobs or [])[:20]
     if variant == "mixtral-window":  # no layer looks farther back than the window
-        assert whole.outputs[0].token_ids == together[3].outputs[0].token_ids
+        assert whole.outputs[0].token_ids == beginning[0]
     else:
-        assert content(whole) != content(together[3]), "the window had no effect"
-    assert [output.num_dropped_tokens for output in together] == [16, 0, 48, 112]
+        assert content(whole) != beginning, "the window had no effect"
+    assert [output.num_dropped_tokens for output in together] == [16, 0, 48, 96]
     with LLM(
         folder, kernels=kernels, kv_dtype=kv_dtype, num_pages=11, max_model_len=160,
         max_batched_tokens=23,

@@ -16,7 +16,7 @@ from tests.support.cluster.layouts import colocated, config, requests, serve
 from tests.support.cluster.thread_starter import ThreadStarter
 from tests.support.kernels.kernel_sets import KERNEL_SETS
 
-NUM_TOKENS = 70
+NUM_TOKENS, NUM_PAGES = 30, 12
 
 
 @pytest.mark.sampled
@@ -27,10 +27,10 @@ def test_fewer_sequences_are_put_back_and_no_answer_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     of = config(0, 0, 1, folder=checkpoints["mixtral-window"], kernels=kernels)
-    of = replace(of, model=replace(of.model, max_model_len=192))
+    of = replace(of, model=replace(of.model, max_model_len=128))
     wanted = requests(6, 300, num_tokens=NUM_TOKENS)
     expected = serve(build_engine(of).engine, wanted)
-    cache = replace(of.cache, num_pages=18, prefix_cache=has_prefix_cache)
+    cache = replace(of.cache, num_pages=NUM_PAGES, prefix_cache=has_prefix_cache)
     small = replace(of, cache=cache)
     counts = []
     for frees in (True, False):
@@ -40,20 +40,20 @@ def test_fewer_sequences_are_put_back_and_no_answer_changes(
             monkeypatch.setattr(engine._scheduler.sharing, "_window", None)
         assert serve(engine, wanted) == expected, f"{frees=}"
         engine.check_integrity()
-        assert engine.stats().load.num_free_pages == 18
+        assert engine.stats().load.num_free_pages == NUM_PAGES
         counts.append(engine.stats().counts.num_preemptions)
     assert counts[0] < counts[1], counts
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_ranks_take_them_back_too(checkpoints: dict[str, Path], shards: int) -> None:
-    of = config(1, 1, folder=checkpoints["mixtral-window"], attention_tp=shards)
-    of = replace(of, model=replace(of.model, max_model_len=192))
+    of = config(1, 1, 3 - shards, folder=checkpoints["mixtral-window"], attention_tp=shards)
+    of = replace(of, model=replace(of.model, max_model_len=128))
     wanted = requests(6, 300, num_tokens=NUM_TOKENS)
     expected = colocated(of, wanted)
     counts = []
     for frees in (True, False):
-        small = replace(of, cache=replace(of.cache, num_pages=18))
+        small = replace(of, cache=replace(of.cache, num_pages=NUM_PAGES))
         engine = build_cluster(small, make_starter=ThreadStarter).engine
         try:
             if not frees:
@@ -61,7 +61,7 @@ def test_ranks_take_them_back_too(checkpoints: dict[str, Path], shards: int) -> 
                     own._scheduler.sharing._window = None
             assert serve(engine, wanted) == expected, f"{frees=}"
             engine.check_integrity()
-            assert engine.stats().load.num_free_pages == 18
+            assert engine.stats().load.num_free_pages == NUM_PAGES
             counts.append(engine.stats().counts.num_preemptions)
         finally:
             engine.close()

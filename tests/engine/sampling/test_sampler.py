@@ -45,8 +45,11 @@ def sample(one: Sequence, logits: torch.Tensor = LOGITS) -> Sampled:
 
 
 def draws(count: int = 4000, **params: object) -> list[float]:
-    """Returns the frequencies of the five tokens over many positions."""
-    made = [sequence(prompt=(0,) * (i + 1), temperature=1.0, **params) for i in range(count)]
+    """Returns the frequencies of the five tokens over many positions and seeds."""
+    made = [
+        sequence(prompt=(0,) * (1 + i % 200), seed=i // 200, temperature=1.0, **params)
+        for i in range(count)
+    ]
     tokens = [
         s.token_id for s in Sampler(frozenset()).sample(LOGITS.repeat(count, 1), ends_of(made))
     ]

@@ -100,9 +100,9 @@ def test_a_schema_follows(llm: LLM) -> None:
 
 
 def test_a_preemption_keeps_the_count() -> None:
-    """Eight answers of 60 tokens share pages for two of them."""
+    """Six answers of 50 tokens share pages for three of them."""
     with LLM(num_pages=12, max_model_len=192, prefix_cache=False) as small:
-        wanted = [limited(small, 40 + i, max_tokens=60, temperature=1) for i in range(8)]
+        wanted = [limited(small, 32 + i, max_tokens=50, temperature=1) for i in range(6)]
         found = [answer.token_ids for answer in answers(small, wanted)]
         assert small.stats().counts.num_preemptions > 0
     with LLM(max_model_len=192) as large:

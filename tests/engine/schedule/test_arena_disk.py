@@ -27,6 +27,7 @@ from moe_serve.model.step_plan import StepPlan
 from tests.support.engine.fake_engine import request, run, tokens
 from tests.support.engine.fake_runner import PAGE_SIZE, FakeRunner, continuation
 from tests.support.engine.fake_store import FakeStore
+from tests.support.sampled_cases import EVERY_CASE
 
 PROMPT = [1 + index % 40 for index in range(100)]
 NUM_FULL = 99 // PAGE_SIZE
@@ -305,7 +306,7 @@ def test_closing_stores_what_is_only_in_pages() -> None:
 prompts = st.lists(st.integers(0, 3), min_size=1, max_size=8)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40 if EVERY_CASE else 20, deadline=None)
 @given(
     st.lists(st.tuples(prompts, st.integers(0, 120), st.integers(0, 3)), min_size=1, max_size=8),
     st.integers(0, 4),

@@ -24,6 +24,7 @@ from tests.support.engine.fake_engine import request, run, tokens
 from tests.support.engine.fake_runner import PAGE_SIZE, FakeRunner, continuation
 from tests.support.engine.fake_store import FakeStore
 from tests.support.engine.timed_store import SetClock, TimedRunner, TimedStore
+from tests.support.sampled_cases import EVERY_CASE
 
 PROMPT = [1 + index % 40 for index in range(100)]
 NUM_FULL = 99 // PAGE_SIZE
@@ -311,7 +312,7 @@ def test_salts_do_not_share_stored_pages() -> None:
 prompts = st.lists(st.integers(0, 3), min_size=1, max_size=8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 if EVERY_CASE else 30, deadline=None)
 @given(
     st.lists(st.tuples(prompts, st.integers(0, 120)), min_size=1, max_size=8),
     st.integers(0, 4),

@@ -23,6 +23,7 @@ from tests.support.engine.timed_engine import (
     request,
     service_of,
 )
+from tests.support.sampled_cases import EVERY_CASE
 
 CONFIG = SchedulerConfig(max_num_seqs=4, max_batched_tokens=64, tiers=TIERS)
 URGENT, PATIENT = service_of(INTERACTIVE), service_of(FLEX)
@@ -70,7 +71,7 @@ def tier_of(world: TimedEngine, name: str) -> TierCounts:
     return next(counts for counts in stats_of(world).tiers if counts.tier == name)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=12 if EVERY_CASE else 8)
 @given(ARRIVALS)
 def test_with_order_priority_tiers_change_no_schedule(arrivals: Arrivals) -> None:
     """Pages and seats are few, so sequences wait and are preempted."""
@@ -83,7 +84,7 @@ def test_with_order_priority_tiers_change_no_schedule(arrivals: Arrivals) -> Non
     assert plain.engine.stats().service is None and plain.engine.admission is None
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=12 if EVERY_CASE else 8)
 @given(ARRIVALS)
 def test_with_order_fifo_tiers_and_priorities_change_no_schedule(arrivals: Arrivals) -> None:
     config = SchedulerConfig(max_num_seqs=3, max_batched_tokens=64)
@@ -117,7 +118,7 @@ def test_an_order_by_deadlines_without_tiers_is_told(
     assert not told or f"scheduler.order is '{order}' without scheduler.tiers" in told[0]
 
 
-@settings(deadline=None, max_examples=16)
+@settings(deadline=None, max_examples=16 if EVERY_CASE else 12)
 @given(
     ARRIVALS,
     st.sampled_from(("fifo", "priority", "edf", "atc")),
@@ -141,7 +142,7 @@ def test_every_policy_answers_everything_with_all_its_tokens(
     assert sum(counts.num_finished for counts in stats_of(world).tiers) == len(made)
 
 
-@settings(deadline=None, max_examples=16)
+@settings(deadline=None, max_examples=16 if EVERY_CASE else 8)
 @given(
     st.lists(st.tuples(st.floats(0.0, 0.03), st.integers(2, 60)), min_size=25, max_size=40),
     st.sampled_from(("edf", "atc")),
@@ -175,7 +176,7 @@ def test_endless_urgent_stream_does_not_starve_the_patient() -> None:
     config = replace(CONFIG, max_num_seqs=1, max_wait_s=2.0)
     world = TimedEngine(config)
     urgent = [
-        request(f"u{n}", URGENT, at_s=n * 0.03, token=10 + n, num_answer=6) for n in range(300)
+        request(f"u{n}", URGENT, at_s=n * 0.03, token=10 + n, num_answer=6) for n in range(120)
     ]
     world.run([request("patient", PATIENT, at_s=0.001, num_prompt=500, token=1), *urgent])
     waited = world.served["patient"].started_s
@@ -240,7 +241,7 @@ def full_of_patient(preempt: str, **changes: object) -> TimedEngine:
     """Returns an engine whose seats are all taken by patient requests with 400 tokens to go."""
     config = replace(CONFIG, preempt=preempt, **changes)  # type: ignore[arg-type]
     world = TimedEngine(config)
-    world.run([request(f"w{n}", PATIENT, num_answer=200, token=50 + n) for n in range(8)])
+    world.run([request(f"w{n}", PATIENT, num_answer=60, token=50 + n) for n in range(8)])
     for number in range(config.max_num_seqs):
         at_s = world.clock.now
         world.add(request(f"p{number}", PATIENT, at_s=at_s, num_answer=400, token=60 + number))
@@ -402,7 +403,7 @@ def test_an_idle_tenant_does_not_flood_and_a_heavy_one_does_not_crowd_out() -> N
     assert tenants["heavy"].service_s == pytest.approx(10 * tenants["light"].service_s, rel=0.1)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=10 if EVERY_CASE else 6)
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), st.integers(2, 150), st.integers(1, 40)),

@@ -20,6 +20,7 @@ from moe_serve.engine.schedule.scheduler import Scheduler
 from moe_serve.engine.schedule.urgency import Urgency
 from tests.support.engine.fake_engine import make_engine, request
 from tests.support.engine.fake_runner import FakeRunner
+from tests.support.sampled_cases import EVERY_CASE
 
 STEP_S = 5.0
 
@@ -143,7 +144,7 @@ def use_old_rule(engine: Engine) -> None:
     engine._leaving = LeavingSequences(engine._scheduler, engine.drafts, engine._executor)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=40 if EVERY_CASE else 16)
 @given(ARRIVALS, st.sampled_from((0.0, 0.3, 2.0)))
 def test_every_schedule_is_that_of_the_old_rule(
     arrivals: list[tuple[int, int, int, int]], pace_s: float

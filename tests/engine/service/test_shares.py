@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_serve.engine.service.shares import Shares
+from tests.support.sampled_cases import EVERY_CASE
 
 DELTA_S = 1.0
 
@@ -87,7 +88,7 @@ def test_a_million_tenants_are_bounded_state() -> None:
     shares.check_integrity()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=60 if EVERY_CASE else 30)
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.floats(0.01, 0.4), st.integers(1, 6)),

@@ -18,18 +18,26 @@ NAN = -1  # in a slot: what was written there is not finite
 def next_token(tokens: list[int]) -> int:
     """Returns a token that is never 0 and never the last id, so that no test ends or fails by
     accident."""
-    state = 7
-    for token in tokens:
-        state = (state * 31 + token + 17) % 1_000_003
-    return 1 + state % (VOCAB_SIZE - 2)
+    return _token_of(_state_after(tokens))
 
 
 def continuation(prompt: list[int], count: int) -> list[int]:
     """Returns the tokens that the fake model answers."""
-    tokens = list(prompt)
+    state, answer = _state_after(prompt), list[int]()
     for _ in range(count):
-        tokens.append(next_token(tokens))
-    return tokens[len(prompt) :]
+        answer.append(_token_of(state))
+        state = _state_after(answer[-1:], state)
+    return answer
+
+
+def _state_after(tokens: list[int], state: int = 7) -> int:
+    for token in tokens:
+        state = (state * 31 + token + 17) % 1_000_003
+    return state
+
+
+def _token_of(state: int) -> int:
+    return 1 + state % (VOCAB_SIZE - 2)
 
 
 class FakeRunner:

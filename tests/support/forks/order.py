@@ -26,9 +26,15 @@ WORKERS = (
     "moe_serve.planning.exchange_timing",
 )
 _PROGRAMS = (
-    "moe_serve", *WORKERS, "pingpong.rank", "gpu_bench.worker", "trace_chat",
+    *WORKERS,
+    "moe_serve",
+    "pingpong.rank",
+    "gpu_bench.worker",
+    "trace_chat",
     "tests.support.forks.code",
-)  # fmt: skip
+    "tests.support.engine.disk_writer",
+    "tests.support.engine.draw_faults",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

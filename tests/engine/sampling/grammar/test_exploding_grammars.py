@@ -7,6 +7,7 @@ import json
 import random
 import re
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -88,6 +89,11 @@ def vocabulary() -> Vocabulary:
     return vocabulary_of(tokenizer, VOCAB_SIZE, frozenset(tokenizer.eos_token_ids))
 
 
+@cache
+def letters_of(words: Vocabulary) -> frozenset[int]:
+    return frozenset(i for i, token in enumerate(words.tokens) if re.fullmatch(rb"[a-z ]+", token))
+
+
 def walk(constraint: Constraint, words: Vocabulary, num_tokens: int) -> tuple[int, str, float]:
     """Draws an answer of the allowed letters and returns its length, why it ended, and the CPU
     seconds."""
@@ -95,14 +101,14 @@ def walk(constraint: Constraint, words: Vocabulary, num_tokens: int) -> tuple[in
         matcher = SequenceMatcher(compile_constraint(constraint, words).deep_copy())
     except InvalidGrammarError as error:
         return 0, str(error), 0.0
-    rng, answer = random.Random(3), list[int]()
+    rng, answer, letters_of_words = random.Random(3), list[int](), letters_of(words)
     while len(answer) < num_tokens:
         bits_W = np.zeros(VOCAB_SIZE // 32, np.uint32)
         if (why := matcher.fill(answer, bits_W)) is not None:
             return len(answer), why, matcher.cpu_s
         allowed = np.flatnonzero(np.unpackbits(bits_W.view(np.uint8), bitorder="little"))
-        ids = [int(i) for i in allowed if i not in words.eos_ids]
-        letters = [i for i in ids if re.fullmatch(rb"[a-z ]+", words.tokens[i])]
+        ids = [i for i in allowed.tolist() if i not in words.eos_ids]
+        letters = [i for i in ids if i in letters_of_words]
         if not ids:
             return len(answer), "complete", matcher.cpu_s
         answer.append(rng.choice(letters or ids))
@@ -139,12 +145,12 @@ def test_a_sequence_may_spend_so_much_of_the_processor(vocabulary: Vocabulary) -
 
 def test_offenders_end_alone_on_ranks_too() -> None:
     """Their neighbours have the same tokens as without them."""
-    of, free = config(1, 1, 2), requests(8, VOCAB_SIZE, 24)
+    of, free = config(1, 1, 2), requests(8, VOCAB_SIZE, 16)
     tokenizer = Tokenizer.load(demo_model_folder())
     letters = tuple(
         i for i in range(VOCAB_SIZE) if re.fullmatch(rb"[a-z ]{2,}", tokenizer.token_bytes(i))
     )
-    hostile = {1: AMBIGUOUS[0], 3: AMBIGUOUS[1], 5: AMBIGUOUS[2]}
+    hostile = {1: AMBIGUOUS[1], 5: AMBIGUOUS[3]}
     mixed = [
         replace(
             request,
@@ -158,6 +164,6 @@ def test_offenders_end_alone_on_ranks_too() -> None:
     ]
     alone = colocated(of, [r for i, r in enumerate(free) if i not in hostile])
     for found in (colocated(of, mixed), on_ranks(of, mixed)):
-        ended = {key: answer for key, answer in found.items() if key in {"r1", "r3", "r5"}}
+        ended = {key: answer for key, answer in found.items() if key in {"r1", "r5"}}
         assert {a.end for a in ended.values()} == {FinishReason.ERROR}, ended
         assert {key: a for key, a in found.items() if key not in ended} == alone

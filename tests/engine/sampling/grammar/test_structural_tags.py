@@ -23,6 +23,7 @@ from moe_serve.engine.sampling.grammar.grammars import Grammars
 from moe_serve.engine.sampling.grammar.guard import Guard
 from moe_serve.engine.sampling.grammar.vocabulary import Vocabulary
 from moe_serve.errors import InvalidGrammarError
+from tests.support.sampled_cases import EVERY_CASE
 
 EOS, MARK, CALL = 256, 257, 258
 PIECES = (b"<f=", b"x<", b"=a>", b'>{"', b'"n": ', b"</f>", b"</f><f", b"}</f>a", b"true", b"aa")
@@ -118,7 +119,7 @@ def structural_tags(draw: st.DrawFn) -> Tags:
 VALUES = ['{"n": 1}', '{"n": "a<f=", "b": true}', "true", '"x"', '"<f="', '[1, "<f="]', '{"n": 2}']
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150 if EVERY_CASE else 70, deadline=None, derandomize=True)
 @given(tags=structural_tags(), seed=st.integers(0, 2**32))
 def test_texts_are_taken_if_and_only_if_they_fit(tags: Tags, seed: int) -> None:
     """The texts are made of pieces that are often right or nearly right."""
@@ -136,7 +137,7 @@ def test_texts_are_taken_if_and_only_if_they_fit(tags: Tags, seed: int) -> None:
         assert takes(matcher, text) == fits, (tags, text)
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=120 if EVERY_CASE else 60, deadline=None, derandomize=True)
 @given(tags=structural_tags(), seed=st.integers(0, 2**32))
 def test_walks_under_the_mask_fit(tags: Tags, seed: int) -> None:
     """The end is allowed exactly if the text so far fits, and some token is always allowed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,13 +25,13 @@ from routing_predictor.layers.recall_guard import GuardLimits, RecallGuard
 from tests.support.cluster.layouts import colocated, config, on_ranks, requests, serve
 from tests.support.engine.batch_world import decode
 
-VOCAB_SIZE = 4096  # of the demonstration model
+VOCAB_SIZE = 300  # of the tiny model
 NUM_LAYERS, NUM_EXPERTS = 2, 8
 
 
 @pytest.mark.parametrize("policy", ["fifo", "balanced", "expert-aware"])
-def test_one_process_gives_the_same_tokens(policy: BatchPolicyName) -> None:
-    wanted, of = requests(7, VOCAB_SIZE), config(0, 0, 1)
+def test_one_process_gives_the_same_tokens(policy: BatchPolicyName, tiny: str) -> None:
+    wanted, of = requests(7, VOCAB_SIZE), config(0, 0, 1, folder=Path(tiny))
     expected = colocated(of, wanted)
     for micro_batches in (1, 2, 3, 4):
         scheduler = replace(of.scheduler, batch_policy=policy, max_num_seqs=5, max_passed_over=2)
@@ -40,9 +41,9 @@ def test_one_process_gives_the_same_tokens(policy: BatchPolicyName) -> None:
 
 
 @pytest.mark.parametrize(("capacity", "is_told"), [(1, True), (3, False)])
-def test_rows_up_to_a_capacity(capacity: int, is_told: bool) -> None:
+def test_rows_up_to_a_capacity(capacity: int, is_told: bool, tiny: str) -> None:
     """The tokens stay the same; the policy then does not count activated experts."""
-    wanted, of = requests(5, VOCAB_SIZE), config(0, 0, 2)
+    wanted, of = requests(5, VOCAB_SIZE), config(0, 0, 2, folder=Path(tiny))
     scheduler = replace(of.scheduler, batch_policy="expert-aware", expert_capacity=capacity)
     engine = build_engine(replace(of, scheduler=scheduler)).engine
     assert serve(engine, wanted) == colocated(of, wanted)
@@ -55,16 +56,17 @@ def test_rows_up_to_a_capacity(capacity: int, is_told: bool) -> None:
 @pytest.mark.parametrize(("attention", "micro_batches"), [(1, 2), (2, 3)])
 @pytest.mark.parametrize("policy", ["balanced", "expert-aware"])
 def test_ranks_give_the_same_tokens(
-    policy: BatchPolicyName, attention: int, micro_batches: int
+    policy: BatchPolicyName, attention: int, micro_batches: int, tiny: str
 ) -> None:
-    wanted, of = requests(7, VOCAB_SIZE), config(attention, 1, micro_batches)
+    wanted = requests(7, VOCAB_SIZE)
+    of = config(attention, 1, micro_batches, folder=Path(tiny))
     aware = replace(of, scheduler=replace(of.scheduler, batch_policy=policy))
     assert on_ranks(aware, wanted) == colocated(of, wanted)
 
 
-def test_a_step_ahead_keeps_the_split() -> None:
+def test_a_step_ahead_keeps_the_split(tiny: str) -> None:
     """A step planned ahead has the same split as the step before it."""
-    of = config(0, 0, 2)
+    of = config(0, 0, 2, folder=Path(tiny))
     engine = build_engine(
         replace(of, scheduler=SchedulerConfig(max_num_seqs=8, batch_policy="expert-aware"))
     ).engine

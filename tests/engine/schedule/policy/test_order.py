@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from moe_serve.engine.request.sequence import Sequence
 from tests.support.engine.batch_world import NUM_EXPERTS, NUM_LAYERS, World, decode, of_domain
+from tests.support.sampled_cases import EVERY_CASE
 
 
 def admit(
@@ -176,7 +177,7 @@ def test_an_offer_that_came_to_nothing_is_forgotten() -> None:
 arrivals = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)), min_size=5, max_size=40)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 if EVERY_CASE else 30, deadline=None)
 @given(arrivals, st.integers(0, 5), st.integers(0, 9))
 def test_nobody_is_passed_over_more_often_than_allowed(
     steps: list[tuple[int, int]], bound: int, seed: int

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from moe_serve.engine.service.lengths import length_fit
 from moe_serve.engine.service.lengths.censoring import first_bin, hazards_of, label, shares_of
 from moe_serve.engine.service.lengths.features import FeatureMaker, RequestFacts
 from moe_serve.engine.service.lengths.forest import Forest
@@ -175,6 +176,7 @@ class TestForest:
         rows = self.rows()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(HistGradientBoostingClassifier, "fit", kept)
+            patch.setattr(length_fit, "_ROUNDS", 6)
             forest = Forest.from_bytes(fit(rows).to_bytes())
         expected = found[0].predict_proba(rows.rows_RF)
         assert forest.shares(rows.rows_RF) == pytest.approx(expected, abs=1e-9)
