@@ -6,6 +6,7 @@ can refuse a bad checkpoint before it takes memory.
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,6 +38,14 @@ class Checkpoint:
         self._lock = threading.Lock()
         indexed = _indexed(folder)
         self._file_of: Mapping[str, str] = self._of_all_files() if indexed is None else indexed
+
+    def copying(self) -> Checkpoint:
+        """Returns the same tensors with `is_copying`; headers that were read are not read again."""
+        other = copy.copy(self)
+        other._is_copying, other._lock = True, threading.Lock()
+        with self._lock:
+            other._files = {name: file.again() for name, file in self._files.items()}
+        return other
 
     def __enter__(self) -> Checkpoint:
         return self

@@ -6,7 +6,7 @@ Shapes: D model width, V vocabulary, H heads, Hkv key/value heads, E experts, F 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moe_serve.model.checkpoint.tensor_names import ExpertNames, MLPNames, TensorNames, bias_of
 from moe_serve.model.spec import ModelSpec
@@ -143,14 +143,13 @@ def expert_table(names: ExpertNames, spec: ModelSpec, layer: int, expert: int) -
     """
     d, f, e = spec.width, spec.expert_width, spec.router.num_experts
     if names.gate:
-        table = {
-            "gate": Stored(names.gate, (f, d)),
-            "up": Stored(names.up, (f, d)),
-            "down": Stored(names.down, (d, f)),
-        }
         return {
-            key: replace(s, name=s.name.format(layer=layer, expert=expert))
-            for key, s in table.items()
+            key: Stored(name.format(layer=layer, expert=expert), shape)
+            for key, name, shape in (
+                ("gate", names.gate, (f, d)),
+                ("up", names.up, (f, d)),
+                ("down", names.down, (d, f)),
+            )
         }
     swap = names.is_transposed
     table = {
@@ -182,4 +181,4 @@ def layer_tensors(
 
 
 def _in_layer(table: Table, layer: int) -> Table:
-    return {key: replace(s, name=s.name.format(layer=layer)) for key, s in table.items()}
+    return {key: Stored(s.name.format(layer=layer), s.shape) for key, s in table.items()}

@@ -180,7 +180,7 @@ class WeightReader:
     def copying(self) -> WeightReader:
         """See WeightSource."""
         other = copy.copy(self)
-        other._checkpoint = Checkpoint(self._checkpoint.folder, is_copying=True)
+        other._checkpoint = self._checkpoint.copying()
         return other
 
     def _all_experts(self, name: str, shape: Shape, dtype: torch.dtype) -> Tensor:
