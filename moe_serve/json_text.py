@@ -8,10 +8,14 @@ digits.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
 MOST_DIGITS = 100
+
+_TOO_MANY_DIGITS = f"[0-9]{{{MOST_DIGITS + 1}}}"
+_IN_TEXT, _IN_BYTES = re.compile(_TOO_MANY_DIGITS), re.compile(_TOO_MANY_DIGITS.encode())
 
 PairsHook = Callable[[list[tuple[str, Any]]], Any]
 
@@ -22,7 +26,12 @@ def parse_json(text: str | bytes, pairs_hook: PairsHook | None = None) -> Any:
 
     `pairs_hook` builds the objects.
     """
-    return json.loads(text, parse_int=_integer, object_pairs_hook=pairs_hook)
+    is_long = _IN_TEXT.search(text) if isinstance(text, str) else _IN_BYTES.search(text)
+    return json.loads(
+        text,
+        parse_int=_integer if is_long else None,  # a call for each integer takes most of the time
+        object_pairs_hook=pairs_hook,
+    )
 
 
 def _integer(text: str) -> int:

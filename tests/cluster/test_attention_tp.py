@@ -24,12 +24,12 @@ from tests.support.families.all_cases import CASES
 from tests.support.families.parity import write_checkpoint
 
 VOCAB_SIZE = 4096  # of the demonstration model
-NUM_REQUESTS = 7
+NUM_REQUESTS, NUM_TOKENS = 5, 5
 
 
 @cache
 def expected() -> dict[str, Answer]:
-    return colocated(config(0, 0), requests(NUM_REQUESTS, VOCAB_SIZE))
+    return colocated(config(0, 0), requests(NUM_REQUESTS, VOCAB_SIZE, NUM_TOKENS))
 
 
 @pytest.mark.sampled
@@ -40,13 +40,13 @@ def test_the_tokens_do_not_change(
     attention: int, experts: int, count: int, micro_batches: int
 ) -> None:
     of = config(attention, experts, micro_batches, attention_tp=count)
-    answers = on_ranks(of, requests(NUM_REQUESTS, VOCAB_SIZE))
+    answers = on_ranks(of, requests(NUM_REQUESTS, VOCAB_SIZE, NUM_TOKENS))
     assert answers == expected(), f"{attention}A{experts}E, {count} shards, m = {micro_batches}"
 
 
 def test_experts_may_choose() -> None:
     of = config(1, 2, 2, attention_tp=2, router="experts")
-    assert on_ranks(of, requests(NUM_REQUESTS, VOCAB_SIZE)) == expected()
+    assert on_ranks(of, requests(NUM_REQUESTS, VOCAB_SIZE, NUM_TOKENS)) == expected()
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_families(
 ) -> None:
     folder = write_checkpoint(tmp_path / name, CASES[name])
     of = config(attention, experts, micro_batches, folder=folder, attention_tp=count)
-    wanted = requests(NUM_REQUESTS, 300)
+    wanted = requests(NUM_REQUESTS, 300, NUM_TOKENS)
     assert on_ranks(of, wanted) == colocated(of, wanted)
 
 
@@ -90,7 +90,7 @@ def test_an_expert_rank_that_is_lost_in_a_step(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(engine, "step", disturbed)
     try:
-        answers = serve(engine, requests(NUM_REQUESTS, VOCAB_SIZE))
+        answers = serve(engine, requests(NUM_REQUESTS, VOCAB_SIZE, NUM_TOKENS))
     finally:
         engine.close()
     assert answers == expected()
@@ -126,7 +126,7 @@ def test_processes_die_and_come_back_together() -> None:
     try:
         before = _shards()
         assert len(before) == 1, f"{before}: the first shard is the rank's own process"
-        for request in requests(NUM_REQUESTS, VOCAB_SIZE):
+        for request in requests(NUM_REQUESTS, VOCAB_SIZE, NUM_TOKENS):
             engine.add(request)
         answers = {f"r{i}": Answer() for i in range(NUM_REQUESTS)}
         num_steps = 0

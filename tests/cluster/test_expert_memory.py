@@ -47,7 +47,7 @@ def within(
 
 @pytest.fixture(scope="module")
 def wanted() -> list[GenerationRequest]:
-    return requests(7, VOCAB_SIZE)
+    return requests(5, VOCAB_SIZE, num_tokens=6)
 
 
 @pytest.fixture(scope="module")
@@ -236,9 +236,7 @@ def test_what_is_needed_by_several_ranks_travels_as_bytes() -> None:
     assert unpack_needed(packed, (3, 3)) is None, "of another model"
 
 
-def test_an_expert_that_cannot_be_read_fails_a_step(
-    wanted: list[GenerationRequest], resident: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_expert_that_cannot_be_read_fails_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one process: requests of that step end with an error that names the tensor; later ones
     are served."""
     name = "model.layers.3.mlp.experts.7.up_proj.weight"
@@ -250,6 +248,8 @@ def test_an_expert_that_cannot_be_read_fails_a_step(
             raise OSError(5, "Input/output error")
         read(file, target, begin)
 
+    wanted = requests(7, VOCAB_SIZE, num_tokens=2)  # one of them needs it alone
+    resident = colocated(config(0, 0), wanted)
     monkeypatch.setattr(SafetensorsFile, "_read_into", failing)
     engine = build_engine(within(config(0, 0, 1), ALL_BYTES // 2, "lru")).engine
     failed = serve(engine, wanted)

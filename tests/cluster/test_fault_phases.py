@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from moe_serve.cluster.ranks.rank_worker import Worker
 from moe_serve.config.sections import EngineConfig
 from moe_serve.engine.execute.step_executor import LocalExecutor
 from moe_serve.engine.opened_model import model_folder
-from moe_serve.engine.request.request import FinishReason
+from moe_serve.engine.request.request import FinishReason, GenerationRequest
 from moe_serve.model.load.loader import ModelLoader
 from moe_serve.pipeline.exchange.expert_loop import ExpertLoop
 from moe_serve.pipeline.exchange.group_transport import GroupTransport
@@ -38,13 +39,38 @@ from tests.support.cluster.fault_drive import (
     fault_config,
     undisturbed,
 )
-from tests.support.cluster.fault_starter import Faults, no_message
+from tests.support.cluster.fault_starter import Faults, FaultStarter, no_message
 from tests.support.cluster.layouts import Answer, requests
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Answer]:
     return undisturbed(OF, WANTED)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[FaultDrive]:
+    with pytest.MonkeyPatch.context() as patch, driven(Faults(patch)) as (drive, _):
+        yield drive
+
+
+@pytest.fixture
+def drive(shared: FaultDrive) -> FaultDrive:
+    """2A3E with everybody there, also after the test before, whose losses are forgotten."""
+    shared.wait_until_complete()
+    for state in shared.membership.roster.all():
+        state.num_failures = 0
+    return shared
+
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def wanted() -> list[GenerationRequest]:
+    """WANTED, for which nothing is cached yet."""
+    salt = f"test {next(_numbers)}"
+    return [replace(request, cache_salt=salt) for request in WANTED]
 
 
 @pytest.mark.parametrize(
@@ -65,6 +91,8 @@ def expected() -> dict[str, Answer]:
 )
 def test_killed_in_a_step(
     faults: Faults,
+    drive: FaultDrive,
+    wanted: list[GenerationRequest],
     expected: dict[str, Answer],
     rank: str,
     owner: type,
@@ -72,8 +100,7 @@ def test_killed_in_a_step(
     nth: int,
 ) -> None:
     faults.at(owner, function, faults.die, rank=rank, time=nth)
-    with driven(faults) as (drive, _):
-        assert_recovers(drive, expected, num_lost=1)
+    assert_recovers(drive, expected, num_lost=1, wanted=wanted)
     assert len(faults.happened) == 1
 
 
@@ -81,16 +108,18 @@ def test_killed_in_a_step(
     ("rank", "owner", "function", "nth"),
     [
         ("expert-1", ExpertRank, "_take", 1),  # it was to take over
-        ("expert-1", data_group, "meet", 2),
-        ("attention-1", data_group, "meet", 2),
-        ("attention-0", Worker, "_join", 2),
-        ("expert-0", ExpertRank, "__init__", 2),  # restarted, it loads
-        ("expert-0", data_group, "meet", 2),  # restarted, it joins
+        ("expert-1", data_group, "meet", 1),
+        ("attention-1", data_group, "meet", 1),
+        ("attention-0", Worker, "_join", 1),
+        ("expert-0", ExpertRank, "__init__", 1),  # restarted, it loads
+        ("expert-0", data_group, "meet", 1),  # restarted, it joins
         ("expert-2", ExpertLoop, "_serve", 4),  # in the same layer
     ],
 )
 def test_another_one_while_the_first_is_overcome(
     faults: Faults,
+    drive: FaultDrive,
+    wanted: list[GenerationRequest],
     expected: dict[str, Answer],
     rank: str,
     owner: Any,
@@ -99,11 +128,10 @@ def test_another_one_while_the_first_is_overcome(
 ) -> None:
     faults.at(ExpertLoop, "_serve", faults.die, rank="expert-0", time=4)
     faults.at(owner, function, faults.die, rank=rank, time=nth)
-    with driven(faults) as (drive, _):
-        start = time.monotonic()
-        assert_recovers(drive, expected)
-        assert drive.membership.num_lost == 2
-        assert time.monotonic() - start < DEADLINE_S
+    start, num_lost = time.monotonic(), drive.membership.num_lost
+    assert_recovers(drive, expected, wanted=wanted)
+    assert drive.membership.num_lost == num_lost + 2
+    assert time.monotonic() - start < DEADLINE_S
     assert len(faults.happened) == 2
 
 
@@ -119,13 +147,16 @@ def test_the_only_one_is_killed_in_a_step(
 
 
 def test_no_room_for_a_takeover(
-    faults: Faults, expected: dict[str, Answer], caplog: pytest.LogCaptureFixture
+    faults: Faults,
+    drive: FaultDrive,
+    wanted: list[GenerationRequest],
+    expected: dict[str, Answer],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The rank that cannot take more experts stays; requests wait for the one that has them."""
     faults.at(ExpertLoop, "_serve", faults.die, rank="expert-0", time=4)
     faults.at(ModelLoader, "expert_bank", faults.fail, rank="expert-1", time=None)
-    with driven(faults) as (drive, _):
-        assert_recovers(drive, expected, num_lost=1)
+    assert_recovers(drive, expected, num_lost=1, wanted=wanted)
     assert "expert-1 could not take over experts" in caplog.text
 
 
@@ -139,6 +170,8 @@ def test_no_room_for_a_takeover(
 )
 def test_a_rank_that_raises(
     faults: Faults,
+    drive: FaultDrive,
+    wanted: list[GenerationRequest],
     expected: dict[str, Answer],
     rank: str,
     owner: type,
@@ -150,8 +183,7 @@ def test_a_rank_that_raises(
     where they are in several banks."""
     monkeypatch.setattr(RankServices, "serve", lambda *_: None)
     faults.at(owner, function, faults.fail, rank=rank, time=nth)
-    with driven(faults) as (drive, _):
-        assert_recovers(drive, expected, num_lost=0)
+    assert_recovers(drive, expected, num_lost=0, wanted=wanted)
     assert len(faults.happened) == 1
 
 
@@ -179,22 +211,30 @@ def test_a_stale_rank_that_wakes(
 
 
 def test_malformed_frames_are_dropped(
-    faults: Faults, expected: dict[str, Answer], caplog: pytest.LogCaptureFixture
+    drive: FaultDrive,
+    wanted: list[GenerationRequest],
+    expected: dict[str, Answer],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with driven(faults) as (drive, starter):
-        for name in ("expert-1", "attention-0"):
-            starter.garble(name, no_message() * 3)
-        assert drive.serve(WANTED) == expected
-        link = drive.state("expert-1").link
-        assert link is not None and link.num_malformed == 3
-        assert drive.membership.num_lost == 0
-        assert "expert-1 sent frames that are not valid messages" in caplog.text
-        starter.garble("expert-1", b"\xff" * 64)  # no frame can be that long
-        assert_recovers(drive, expected, num_lost=1)
+    starter, num_lost = drive.membership._starter, drive.membership.num_lost
+    assert isinstance(starter, FaultStarter)
+    for name in ("expert-1", "attention-0"):
+        starter.garble(name, no_message() * 3)
+    assert drive.serve(wanted) == expected
+    link = drive.state("expert-1").link
+    assert link is not None and link.num_malformed == 3
+    assert drive.membership.num_lost == num_lost
+    assert "expert-1 sent frames that are not valid messages" in caplog.text
+    starter.garble("expert-1", b"\xff" * 64)  # no frame can be that long
+    assert_recovers(drive, expected, num_lost=1, wanted=wanted)
 
 
 def test_a_request_that_ends_every_rank_ends_itself(
-    faults: Faults, expected: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
+    faults: Faults,
+    drive: FaultDrive,
+    wanted: list[GenerationRequest],
+    expected: dict[str, Answer],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(membership_module, "_FIRST_PAUSE_S", 0.01)
     is_armed = [True]
@@ -205,13 +245,12 @@ def test_a_request_that_ends_every_rank_ends_itself(
 
     for rank in ("attention-0", "attention-1"):
         faults.at(GroupTransport, "send_frames", die_if_armed, rank=rank, time=None)
-    with driven(faults) as (drive, _):
-        (answer,) = drive.serve(WANTED[:1]).values()
-        assert answer.end is FinishReason.ERROR and answer.error is not None
-        assert "attention ranks were lost" in answer.error, answer.error
-        is_armed[0] = False
-        drive.wait_until_complete()
-        assert drive.serve(WANTED) == expected
+    (answer,) = drive.serve(wanted[:1]).values()
+    assert answer.end is FinishReason.ERROR and answer.error is not None
+    assert "attention ranks were lost" in answer.error, answer.error
+    is_armed[0] = False
+    drive.wait_until_complete()
+    assert drive.serve(wanted) == expected
 
 
 def test_another_checkpoint_is_refused(

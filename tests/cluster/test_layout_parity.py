@@ -26,6 +26,7 @@ from tests.support.cluster.layouts import (
     serve,
 )
 from tests.support.cluster.thread_starter import ThreadStarter
+from tests.support.sampled_cases import EVERY_CASE
 
 VOCAB_SIZE = 4096  # of the demonstration model
 NUM_LAYERS, NUM_EXPERTS = 6, 32
@@ -36,7 +37,7 @@ LAYOUTS = ((1, 1), (1, 2), (2, 1), (2, 3), (3, 2))
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 4])
 @pytest.mark.parametrize(("attention", "experts"), LAYOUTS)
 def test_layouts(attention: int, experts: int, micro_batches: int) -> None:
-    wanted = requests(7, VOCAB_SIZE)
+    wanted = requests(7, VOCAB_SIZE, num_tokens=5)
     of = config(attention, experts, micro_batches)
     assert on_ranks(of, wanted) == colocated(of, wanted), f"{attention}A{experts}E"
 
@@ -57,7 +58,7 @@ def test_logprobs_of_given_tokens() -> None:
 
 
 @settings(
-    max_examples=7,
+    max_examples=12 if EVERY_CASE else 4,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -77,7 +78,7 @@ def test_logprobs_of_given_tokens() -> None:
         ]
     ),
     budget=st.integers(3, 80),
-    count=st.integers(1, 11),
+    count=st.integers(1, 7),
     seed=st.integers(0, 2**31),
 )
 @example(
@@ -113,7 +114,7 @@ def test_any_layout(
         router=router,
         replica_choice=replica_choice,
     )
-    wanted = requests(count, VOCAB_SIZE, num_tokens=5)
+    wanted = requests(count, VOCAB_SIZE, num_tokens=4)
     assert on_ranks(of, wanted) == colocated(of, wanted)
 
 
@@ -123,8 +124,8 @@ def test_ranks_are_used_again() -> None:
     engine = build_cluster(of, make_starter=ThreadStarter).engine
     alone = build_engine(of).engine
     try:
-        for count in (5, 1, 8):
-            wanted = requests(count, VOCAB_SIZE)
+        for count in (4, 1, 7):
+            wanted = requests(count, VOCAB_SIZE, num_tokens=4)
             assert serve(engine, wanted) == serve(alone, wanted), f"{count} requests"
         stats = engine.stats()
         assert stats.load.num_running == stats.load.num_waiting == 0

@@ -186,7 +186,7 @@ def test_who_fails_with_others_and_kills_ranks_alone_does_not_go_on_for_ever(
             raise ShardLostError("poison")  # which ends a rank
         return run(self, plan, sequences)
 
-    wanted = requests(5, VOCAB_SIZE, num_tokens=60)
+    wanted = requests(5, VOCAB_SIZE, num_tokens=30)
     expected = undisturbed(OF, wanted)
     monkeypatch.setattr(LocalExecutor, "run", run_or_die)
     answers = drive.serve(wanted)

@@ -35,10 +35,17 @@ class Checkpoint:
         """
         self.folder, self._is_copying = folder, is_copying
         self._files: dict[str, SafetensorsFile] = {}
-        self._headers_of: Mapping[str, Mapping[str, TensorHeader]] = {}  # of files not opened yet
         self._lock = threading.Lock()
         indexed = _indexed(folder)
         self._file_of: Mapping[str, str] = self._of_all_files() if indexed is None else indexed
+
+    def copying(self) -> Checkpoint:
+        """Returns the same tensors with `is_copying`; headers that were read are not read again."""
+        other = copy.copy(self)
+        other._is_copying, other._lock = True, threading.Lock()
+        with self._lock:
+            other._files = {name: file.again() for name, file in self._files.items()}
+        return other
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -46,17 +53,6 @@ class Checkpoint:
     def __exit__(self, *exception: object) -> None:
         for file in self._files.values():
             file.close()
-
-    def copying(self) -> Checkpoint:
-        """Returns the same tensors, read into their own memory. The headers that this checkpoint
-        has read are not read again."""
-        other = copy.copy(self)
-        other._is_copying, other._lock = True, threading.Lock()
-        with self._lock:
-            other._files = {}
-            opened = {name: file.headers for name, file in self._files.items()}
-        other._headers_of = {**self._headers_of, **opened}
-        return other
 
     def __contains__(self, name: object) -> bool:
         return name in self._file_of
@@ -127,9 +123,7 @@ class Checkpoint:
         with self._lock:
             file = self._files.get(file_name)
             if file is None:
-                headers = self._headers_of.get(file_name)
-                file = SafetensorsFile(self.folder / file_name, headers)
-                self._files[file_name] = file
+                file = self._files[file_name] = SafetensorsFile(self.folder / file_name)
         if name not in file.headers:
             raise CheckpointError(
                 f"{file.path} does not hold tensor {name}, although the index says so."

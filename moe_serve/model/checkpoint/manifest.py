@@ -6,7 +6,7 @@ Shapes: D model width, V vocabulary, H heads, Hkv key/value heads, E experts, F 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moe_serve.model.checkpoint.tensor_names import ExpertNames, MLPNames, TensorNames, bias_of
 from moe_serve.model.spec import ModelSpec
@@ -178,4 +178,4 @@ def layer_tensors(
 
 
 def _in_layer(table: Table, layer: int) -> Table:
-    return {key: replace(s, name=s.name.format(layer=layer)) for key, s in table.items()}
+    return {key: Stored(s.name.format(layer=layer), s.shape) for key, s in table.items()}

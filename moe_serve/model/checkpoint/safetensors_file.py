@@ -10,6 +10,7 @@ that were read stay in the process's memory until `drop` releases them.
 
 from __future__ import annotations
 
+import copy
 import math
 import mmap
 import os
@@ -63,20 +64,28 @@ class SafetensorsFile:
     Opening reads and checks the header only; the first read of a tensor maps the file.
     """
 
-    def __init__(self, path: Path, headers: Mapping[str, TensorHeader] | None = None) -> None:
-        """`headers`: those of this file, if they were read and checked before."""
+    def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self.headers = _read_headers(path) if headers is None else headers
+            self.headers: Mapping[str, TensorHeader] = _read_headers(path)
         except OSError as error:
             if not path.exists():
                 link = " (a link to nothing)" if path.is_symlink() else ""
                 raise CheckpointError(f"{path} is missing{link}: fetch it again.") from None
             raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+        self._start_unread()
+
+    def _start_unread(self) -> None:
         self._lock = threading.Lock()
         self._map: mmap.mmap | None = None
         self._bytes: Tensor | None = None
         self._opened: _OpenFile | None = None  # used by `copy`
+
+    def again(self) -> SafetensorsFile:
+        """Returns the same file with reads of its own; the header is not read again."""
+        other = copy.copy(self)
+        other._start_unread()
+        return other
 
     def view(self, name: str, index: int | None = None) -> Tensor:
         """Returns the stored tensor, or one index of its first dimension, without a copy.
@@ -247,7 +256,7 @@ def _header(path: Path, name: str, entry: Any, data_start: int) -> TensorHeader:
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise _broken(path, f"tensor {name} has dtype {dtype!r}, which the format does not know")
     is_sound = isinstance(shape, list) and len(shape) <= _MAX_DIMENSIONS
-    if not is_sound or not all(_is_count(n) for n in (*shape, begin, end)):
+    if not is_sound or not _are_counts((*shape, begin, end)):
         found = shortened(f"shape {shape!r}"), shortened(f"offsets {[begin, end]!r}")
         raise _broken(path, f"tensor {shortened(name)} has {' and '.join(found)}")
     num_bits = math.prod(shape) * _BITS[dtype]
@@ -260,8 +269,9 @@ def _header(path: Path, name: str, entry: Any, data_start: int) -> TensorHeader:
     )
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+def _are_counts(values: tuple[Any, ...]) -> bool:
+    is_whole = {*map(type, values)} == {int}  # a bool is no count
+    return is_whole and min(values) >= 0 and max(values) < 2**63
 
 
 def _check_layout(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -112,14 +113,28 @@ def serve(engine: DrivenEngine, wanted: Sequence[GenerationRequest]) -> dict[str
 
 
 _answers: dict[str, dict[str, Answer]] = {}
+_MAX_ENGINES = 4
+_engines: OrderedDict[str, DrivenEngine] = OrderedDict()  # by their configurations; used last: last
+
+
+def _engine(of: EngineConfig) -> DrivenEngine:
+    """Returns an engine of this process, which may have served others before."""
+    key = repr(of)
+    if key not in _engines:
+        _engines[key] = build_engine(of).engine
+    _engines.move_to_end(key)
+    while len(_engines) > _MAX_ENGINES:
+        _engines.popitem(last=False)
+    return _engines[key]
 
 
 def served_alone(of: EngineConfig, wanted: Sequence[GenerationRequest]) -> dict[str, Answer]:
-    """Returns the answers of an engine in this process. Those of a configuration and requests that
-    were served before are not computed again."""
+    """Returns the answers of an engine in this process that has nothing cached for them. Those of a
+    configuration and requests that were served before are not computed again."""
     key = repr((of, wanted))
     if key not in _answers:
-        _answers[key] = serve(build_engine(of).engine, wanted)
+        salted = [replace(each, cache_salt=f"{len(_answers)} {each.cache_salt}") for each in wanted]
+        _answers[key] = serve(_engine(of), salted)
     return deepcopy(_answers[key])
 
 

@@ -25,6 +25,7 @@ WORKERS = (
     "moe_serve.cluster.ranks.attention_shard",
     "moe_serve.planning.exchange_timing",
 )
+_IN_NAMESPACE = ("ip", "netns", "exec")
 _PROGRAMS = (
     *WORKERS,
     "moe_serve",
@@ -47,6 +48,7 @@ class Order:
     fds: tuple[int, ...]  # the first three are its standard streams
     new_session: bool
     parent: int
+    namespace: str  # of the network; empty for that of the template
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,13 @@ class Program:
     module: str
     arguments: tuple[str, ...]
     safe_path: bool  # without the working folder on the path
+
+
+def network_of(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Returns the network namespace that `ip` runs the command in, or "", and the command."""
+    if tuple(argv[:3]) == _IN_NAMESPACE and len(argv) > 3:
+        return argv[3], argv[4:]
+    return "", argv
 
 
 def program_of(argv: Sequence[str]) -> Program | None:

@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from tests.support.forks.order import Order, fixed_variables, program_of, send
+from tests.support.forks.order import Order, fixed_variables, network_of, program_of, send
 
 _PR_SET_CHILD_SUBREAPER = 36
 _TEMPLATE = "import sys; from tests.support.forks import template; template.run(int(sys.argv[1]))"
@@ -113,15 +113,26 @@ def use(template: Template) -> None:
     subprocess._fork_exec = fork_exec
 
 
+def is_template(pid: int) -> bool:
+    """Returns True for the template of a copy's children, which ends soon after the copy, and for
+    a process that has ended."""
+    try:
+        return b"\0template of\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return True
+
+
 def _fork(template: Template, given: tuple[Any, ...]) -> int | None:
     passed = [each for each in given[3] if each != given[13]]
+    namespace, argv = network_of([os.fsdecode(each) for each in given[0]])
     order = Order(
-        argv=tuple(map(os.fsdecode, given[0])),
+        argv=tuple(argv),
         environment=dict(os.environ) if given[5] is None else _environment(given[5]),
         folder=os.path.abspath(os.fsdecode(given[4] or os.getcwd())),
         fds=(0, 1, 2, *passed),
         new_session=bool(given[15]),
         parent=os.getpid(),
+        namespace=namespace,
     )
     return template.fork(order, [*_streams(given), *passed])
 

@@ -31,6 +31,8 @@ _BASE_PATH = tuple(sys.path[1:])  # the first entry is the checkout
 _HIGH = popen.MAX_DESCRIPTOR + 2
 _AT_START = frozenset(os.environ)
 _PATIENCE_S = 5.0
+_NAMESPACES = Path("/run/netns")
+_CLONE_NEWNET = 0x40000000
 _IMPORTED = (
     "moe_serve.cli.main", "moe_serve.cli.serve.service", "moe_serve.cluster.steps.cluster_engine",
     "moe_serve.engine.build", "moe_serve.http.app", "moe_serve.http.server",
@@ -78,6 +80,9 @@ def _become(order: Order, descriptors: list[int], connection: socket.socket) -> 
         time.sleep(0.0005)
     if order.new_session:
         os.setsid()
+    if order.namespace and not _enter(order.namespace):
+        connection.sendall(b"0\n")
+        os._exit(1)
     high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, _HIGH) for each in descriptors]
     answer = os.dup2(connection.fileno(), _HIGH - 1, inheritable=False)
     os.closerange(3, _HIGH - 1)
@@ -88,6 +93,15 @@ def _become(order: Order, descriptors: list[int], connection: socket.socket) -> 
     os.chdir(order.folder)
     os.write(answer, b"%d\n" % os.getpid())
     os.close(answer)
+
+
+def _enter(namespace: str) -> bool:
+    """Moves this thread to a network namespace that `ip` has made."""
+    try:
+        with (_NAMESPACES / namespace).open("rb") as file:
+            return ctypes.CDLL(None).setns(file.fileno(), _CLONE_NEWNET) == 0
+    except OSError:
+        return False
 
 
 def _set_up(order: Order, program: Program) -> None:
