@@ -82,7 +82,7 @@ def mixed(
     """Requests of the base model and of each adapter in turns."""
     assert registry is not None
     held = [None if name is None else registry.acquire(name) for name in names]
-    wanted = requests(count, VOCAB_SIZE, num_tokens=6)
+    wanted = requests(count, VOCAB_SIZE, num_tokens=4)
     return [replace(each, adapter=held[i % len(held)]) for i, each in enumerate(wanted)]
 
 
@@ -139,10 +139,10 @@ def test_shards_of_other_attention(family: str, tmp_path: Path) -> None:
     made = AdapterConfig(is_enabled=True, modules=modules)
     names = (None, *folders)
     alone = build_engine(of(base, made, (0, 0)))
-    wanted = serve(alone.engine, mixed(alone.adapters, names=names))
+    wanted = serve(alone.engine, mixed(alone.adapters, 6, names))
     built = build_cluster(of(base, made, (1, 1), "attention", 2), make_starter=ThreadStarter)
     try:
-        assert serve(built.engine, mixed(built.adapters, names=names)) == wanted
+        assert serve(built.engine, mixed(built.adapters, 6, names)) == wanted
     finally:
         built.engine.close()
 
@@ -168,7 +168,7 @@ def test_an_esft_has_the_bits_of_the_merged_checkpoint(
     merged = write_merged(tmp_path / "merged", base, esft)
     built = build_cluster(of(merged, AdapterConfig(), (2, 3)), make_starter=ThreadStarter)
     try:
-        wanted = requests(8, VOCAB_SIZE, num_tokens=6)[1::5]
+        wanted = requests(8, VOCAB_SIZE, num_tokens=4)[1::5]
         found = serve(built.engine, wanted)
     finally:
         built.engine.close()
@@ -192,7 +192,7 @@ def test_messages_have_the_size_that_they_have_without_adapters(
         built = build_cluster(of(base, each, (1, 1)), make_starter=ThreadStarter)
         try:
             if built.adapters is None:
-                serve(built.engine, requests(8, VOCAB_SIZE, num_tokens=6))
+                serve(built.engine, requests(8, VOCAB_SIZE, num_tokens=4))
             else:
                 answers(built)
         finally:

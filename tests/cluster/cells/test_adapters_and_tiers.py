@@ -74,7 +74,7 @@ def mixed(registry: AdapterRegistry | None) -> list[GenerationRequest]:
     """The same prompts for the base model and for each adapter."""
     assert registry is not None
     held = [None if name is None else registry.acquire(name) for name in NAMES]
-    wanted = requests(8, VOCAB_SIZE, num_tokens=20)
+    wanted = requests(8, VOCAB_SIZE, num_tokens=6)
     return [
         replace(each, request_id=f"{each.request_id} {number}", adapter=adapter)
         for each in wanted[:5:2]
@@ -101,7 +101,7 @@ def test_tiers_in_cells(built: BuiltEngine, of: EngineConfig) -> None:
     engine = engine_of(built)
     wanted = [
         replace(each, service=Service.of_tier(TIERS[index % 2], f"tenant {index % 3}"))
-        for index, each in enumerate(requests(10, VOCAB_SIZE, num_tokens=20))
+        for index, each in enumerate(requests(10, VOCAB_SIZE, num_tokens=8))
     ]
     wanted = [replace(each, arrival_time=time.monotonic()) for each in wanted]
     expected = serve(build_engine(one_process(of)).engine, wanted)

@@ -23,9 +23,10 @@ from moe_serve.cluster.control.channel import Channel
 from moe_serve.cluster.control.messages import Heartbeat, Hello, Order, Report, TookExperts
 from moe_serve.cluster.control.rank_link import Gone, LinkEvent, RankLink
 from moe_serve.pipeline.frames.frame_header import HEADER_BYTES, Exchange, HostHeader, WireError
+from tests.support.sampled_cases import EVERY_CASE
 
 QUICK = settings(
-    max_examples=14,
+    max_examples=200 if EVERY_CASE else 8,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -37,7 +38,9 @@ SCALARS = st.one_of(
     st.none(),
     st.booleans(),
     st.floats(allow_nan=True, allow_infinity=True),
-    st.text(max_size=8),
+    st.text(
+        "aZ0-\x00\u00e9\u6c34\U0001f600", max_size=8
+    ),  # a set of all would take seconds to make
     st.binary(max_size=12),
 )
 FIELDS = st.recursive(

@@ -35,7 +35,7 @@ SETTINGS = {
     "MOE_SERVE_CELLS_CAN_GROW": "true",
 }
 BODIES = [
-    {"prompt": list(range(10 + n, 60 + n)), "max_tokens": 200, "ignore_eos": True, "seed": n}
+    {"prompt": list(range(10 + n, 60 + n)), "max_tokens": 120, "ignore_eos": True, "seed": n}
     for n in range(4)
 ]
 
@@ -103,7 +103,8 @@ def test_a_node_joins_gets_a_cell_and_is_killed_while_it_answers(tmp_path: Path)
     joining = ("--join", at, "--node", "beta", "--places", "2")
     with launched(log, *one, *small) as first, launched(tmp_path / "beta.log", *joining) as beta:
         url = until(lambda: re.search(r"ready at (http://\S+)", log.read_text()), log)[1]
-        expected = [answer(url, body) for body in BODIES]
+        with ThreadPoolExecutor(len(BODIES)) as pool:
+            expected = list(pool.map(lambda body: answer(url, body), BODIES))
         until(lambda: [n for n in listed(url)["nodes"] if n["name"] == "beta"], log)
         assert re.search(r"cell-1 .* beta", cells(url, "add", "1A1E", "--node", "beta"))
         cells(url, "drain", "0")

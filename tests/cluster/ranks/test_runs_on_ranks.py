@@ -36,8 +36,10 @@ from moe_serve.engine.sampling.sampler import Sampled, Sampler
 from tests.support.engine.fake_runner import FakeRunner
 from tests.support.engine.oracle import give_drafts
 from tests.support.engine.runs import RunEngine, RunExecutor
+from tests.support.sampled_cases import EVERY_CASE
 
 NAME, EOS = "attention-0", frozenset([7])
+SEEDS = range(12 if EVERY_CASE else 6)
 
 
 class FakeRank:
@@ -159,7 +161,7 @@ def crowd(rng: random.Random) -> list[GenerationRequest]:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("alpha", [0.5, 1.0])
 def test_drafts_on_a_rank(seed: int, alpha: float) -> None:
     """They travel with the step, and only tokens that were sampled stay on the rank."""
@@ -174,7 +176,7 @@ def test_drafts_on_a_rank(seed: int, alpha: float) -> None:
     assert any(piece.num_drafted for plan in rank.runner.plans for piece in plan.slices)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_answers_of_a_rank_that_gives_runs(seed: int) -> None:
     """Also with preemptions, when a sequence is opened again with the tokens that it has."""
     rng = random.Random(seed)

@@ -34,6 +34,7 @@ from tests.support.cluster.thread_starter import ThreadStarter
 VOCAB_SIZE = 4096  # of the demonstration model
 OF = fault_config(2, 3, rebalance="manual", rebalance_max_moves=8)
 WANTED = requests(6, VOCAB_SIZE, num_tokens=8)
+FEW = WANTED[:3]  # for both attention ranks, greedy and sampled
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,10 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> VersionLog:
     return VersionLog(monkeypatch)
+
+
+def few(expected: dict[str, Answer]) -> dict[str, Answer]:
+    return {each.request_id: expected[each.request_id] for each in FEW}
 
 
 @contextmanager
@@ -85,7 +90,7 @@ def test_moves_under_load(
         assert all(end.why is None for end in moves.ends), f"{moves.ends}"
         assert moves.version == sum(end.num_rounds for end in moves.ends) >= 6, f"{moves.ends}"
         assert moves.mover.num_copies >= 3 * 6 * 2 and moves.mover.num_bytes > 0
-        assert moves.serve(WANTED, {}) == expected
+        assert moves.serve(FEW, {}) == few(expected)
     assert len(log.assert_never_mixed()) > 2, "steps were served by several placements"
 
 
@@ -125,7 +130,7 @@ def test_a_rank_is_lost(
         moves.drive.wait_until_complete()
         again = moves.shuffled(2)
         at = {2: lambda: moves.mover.propose(again)}
-        assert moves.serve(WANTED, at, until=lambda: len(moves.ends) == 2) == expected
+        assert moves.serve(FEW, at, until=lambda: len(moves.ends) == 2) == few(expected)
         assert moves.placement == again, f"{moves.ends}"
     log.assert_never_mixed()
 
@@ -169,7 +174,7 @@ def test_an_expert_that_cannot_be_read(
         (end,) = moves.ends
         assert end.why == "expert-1 could not read an expert: [Errno 5] Input/output error"
         assert end.num_rounds == moves.version == 1 and moves.placement != target
-        assert moves.serve(WANTED, {}) == expected
+        assert moves.serve(FEW, {}) == few(expected)
     log.assert_never_mixed()
 
 
@@ -194,18 +199,18 @@ def test_a_copy_that_hangs_while_the_engine_is_idle(
         engine.step()
         assert [end.why for end in moves.ends] == ["expert-1 did not read its experts in time"]
         assert not mover.is_moving and not mover.has_news
-        assert moves.serve(WANTED, {}) == expected, "the rank serves while the read hangs"
+        assert moves.serve(FEW, {}) == few(expected), "the rank serves while the read hangs"
         monkeypatch.setattr(mover, "_clock", time.monotonic)
         monkeypatch.setattr(expert_copies, "EARLIER_S", 0.05)
         at, before = {2: lambda: mover.propose(moves.shuffled(1))}, moves.placement
-        assert moves.serve(WANTED, at, until=lambda: len(moves.ends) == 2) == expected
+        assert moves.serve(FEW, at, until=lambda: len(moves.ends) == 2) == few(expected)
         assert str(moves.ends[1].why).endswith("for an earlier move has not ended")
         assert moves.placement == before and moves.drive.membership.num_lost == 0
         monkeypatch.setattr(expert_copies, "EARLIER_S", DEADLINE_S)
         read_on.set()
         target = moves.shuffled(1)
         at = {2: lambda: mover.propose(target)}
-        assert moves.serve(WANTED, at, until=lambda: len(moves.ends) == 3) == expected
+        assert moves.serve(FEW, at, until=lambda: len(moves.ends) == 3) == few(expected)
         assert moves.ends[2].why is None and moves.placement == target
 
 
@@ -221,7 +226,7 @@ def test_with_an_expert_memory(faults: Faults, expected: dict[str, Answer]) -> N
         at = {4: lambda: moves.mover.propose(target)}
         assert moves.serve(WANTED, at, until=lambda: bool(moves.ends)) == expected
         assert moves.placement == target and moves.mover.num_bytes == 0
-        assert moves.serve(WANTED, {}) == expected
+        assert moves.serve(FEW, {}) == few(expected)
 
 
 @pytest.mark.timeout(400)  # searches for plans

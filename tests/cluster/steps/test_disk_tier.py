@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ PAGE_SIZE = 16
 
 
 def with_disk(of: EngineConfig, folder: Path, **cache: object) -> EngineConfig:
-    sizes = {"disk_min_free_bytes": 0, "checkpoint_after_s": 0.0} | cache
+    sizes = {"disk_bytes": 64 * 2**20, "disk_min_free_bytes": 0, "checkpoint_after_s": 0.0} | cache
     return replace(of, cache=replace(PLAIN, disk_path=str(folder), **sizes))  # type: ignore[arg-type]
 
 
@@ -65,6 +66,24 @@ def stored(folder: Path) -> list[IdentityReport]:
     return report(folder, now=time.time(), verifies=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A folder with the pages of one life, what it answered, and the figures of its tier."""
+
+    folder: Path
+    answers: dict[str, Answer]
+    tier: TierStats
+
+    def copy(self, to: Path) -> Path:
+        return Path(shutil.copytree(self.folder, to))
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Filled:
+    folder = tmp_path_factory.mktemp("filled") / "kv"
+    return Filled(folder, *life(with_disk(config(1, 1), folder)))
+
+
 @pytest.mark.parametrize(("attention", "shards"), [(1, 1), (2, 1), (1, 2)])
 def test_warm_from_disk_is_cold(attention: int, shards: int, tmp_path: Path) -> None:
     of = with_disk(config(attention, 1, attention_tp=shards), tmp_path / "kv")
@@ -85,13 +104,13 @@ def test_warm_from_disk_is_cold(attention: int, shards: int, tmp_path: Path) -> 
 
 def test_a_killed_rank_and_a_restart(tmp_path: Path) -> None:
     of = with_disk(fault_config(2, 1), tmp_path / "kv")
-    wanted = requests(8, VOCAB_SIZE, num_tokens=40)
+    wanted = requests(8, VOCAB_SIZE, num_tokens=24)
     expected = undisturbed(replace(of, cache=PLAIN), wanted)
     with FaultDrive(of) as drive:
         open_tier(drive.engine)
         pid = drive.pid("attention-1")
         kill = lambda: os.kill(pid, signal.SIGKILL)  # noqa: E731
-        assert drive.serve(wanted, kill, after_steps=30) == expected, "a token changed"
+        assert drive.serve(wanted, kill, after_steps=18) == expected, "a token changed"
         drive.wait_until_complete()
     (only,) = stored(tmp_path / "kv")
     assert only.num_pages > 0 and only.num_wrong == 0, "nothing torn is on the disk"
@@ -99,53 +118,51 @@ def test_a_killed_rank_and_a_restart(tmp_path: Path) -> None:
     assert answers == expected and tier.loads["hit"] > 0
 
 
-def test_damaged_pages_are_computed(tmp_path: Path) -> None:
-    of = with_disk(config(1, 1), tmp_path / "kv")
-    expected, _ = life(of)
+def test_damaged_pages_are_computed(filled: Filled, tmp_path: Path) -> None:
+    of = with_disk(config(1, 1), filled.copy(tmp_path / "kv"))
     (file,) = (tmp_path / "kv").glob("*/*.kv")
     with file.open("r+b") as stream:  # in every slot some bytes of the payload
         for offset in range(2 * 4096 + 100, file.stat().st_size, 4096):
             stream.seek(offset)
             stream.write(b"wrong")
     answers, tier = life(of)
-    assert answers == expected
+    assert answers == filled.answers
     assert tier.loads["corrupt"] > 0 and tier.loads.get("hit", 0) == 0
 
 
-def test_a_disk_that_fails_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_is_no_error(
+    filled: Filled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "it fails")
 
-    of = with_disk(config(1, 1), tmp_path / "kv")
-    expected, _ = life(of)
+    of = with_disk(config(1, 1), filled.copy(tmp_path / "kv"))
     monkeypatch.setattr(Segment, "read", fail)
     answers, tier = life(of)
-    assert answers == expected
+    assert answers == filled.answers
     assert tier.loads["failed"] > 0 and tier.loads.get("hit", 0) == 0
     monkeypatch.setattr(Segment, "write", fail)
     answers, tier = life(with_disk(config(1, 1), tmp_path / "other"))
-    assert answers == expected
+    assert answers == filled.answers
     assert not tier.saves.get("saved") and not stored(tmp_path / "other")[0].num_pages
 
 
-def test_ranks_with_another_number_of_shards_find_the_pages(tmp_path: Path) -> None:
-    folder = tmp_path / "kv"
-    expected, _ = life(with_disk(config(1, 1), folder))
+def test_ranks_with_another_number_of_shards_find_the_pages(filled: Filled, tmp_path: Path) -> None:
+    folder = filled.copy(tmp_path / "kv")
     answers, tier = life(with_disk(config(1, 1, attention_tp=2), folder))
-    assert answers == expected and tier.hit_tokens > 0
+    assert answers == filled.answers and tier.hit_tokens > 0
     assert len(stored(folder)) == 1
 
 
 @pytest.mark.parametrize("slots", [4, 9])
-def test_an_arena_of_few_slots_serves(slots: int, tmp_path: Path) -> None:
+def test_an_arena_of_few_slots_serves(slots: int, filled: Filled, tmp_path: Path) -> None:
     """Longer runs than the arena has slots are read in part, and the rest is computed."""
-    of = with_disk(config(2, 1), tmp_path / "kv")
-    expected, tier = life(of)
-    assert tier.memory is not None
-    page_bytes = tier.memory.num_bytes // tier.memory.num_pages
-    small = with_disk(config(2, 1), tmp_path / "kv", memory_tier_bytes=slots * page_bytes)
-    answers, tier = life(small)
-    assert answers == expected
+    memory = filled.tier.memory
+    assert memory is not None
+    page_bytes = memory.num_bytes // memory.num_pages
+    folder = filled.copy(tmp_path / "kv")
+    answers, tier = life(with_disk(config(2, 1), folder, memory_tier_bytes=slots * page_bytes))
+    assert answers == filled.answers
     assert tier.loads["hit"] > 0 and tier.hit_tokens > 0
 
 

@@ -10,6 +10,7 @@ import pytest
 from moe_serve.cluster.control.messages import StepDone
 from moe_serve.cluster.steps.step_in_flight import StepInFlight
 from moe_serve.config.sections import SpeculationConfig
+from moe_serve.engine.request.request import GenerationRequest
 from moe_serve.engine.request.sequence import Sequence
 from moe_serve.engine.schedule.layered_prefill import LayeredPrefill, Share
 from tests.support.cluster.fault_drive import FaultDrive
@@ -20,9 +21,17 @@ from tests.support.engine.long_prompts import in_chunks, in_layers, long_request
 VOCAB_SIZE = 4096  # of the demonstration model
 
 
+def wanted(count: int = 8) -> list[GenerationRequest]:
+    """Long prompts with short answers."""
+    return [
+        replace(each, params=replace(each.params, max_tokens=2 + index % 3))
+        for index, each in enumerate(long_requests(VOCAB_SIZE)[:count])
+    ]
+
+
 @pytest.fixture(scope="module")
 def answers_in_chunks() -> dict[str, Answer]:
-    return colocated(in_chunks(config(1, 1)), long_requests(VOCAB_SIZE))
+    return colocated(in_chunks(config(1, 1)), wanted())
 
 
 @pytest.fixture
@@ -58,7 +67,7 @@ def test_layouts(
     groups: list[Share],
 ) -> None:
     of = in_layers(config(attention, experts, micro_batches, **cluster))
-    assert on_ranks(of, long_requests(VOCAB_SIZE)) == answers_in_chunks
+    assert on_ranks(of, wanted()) == answers_in_chunks
     assert len(groups) > 8
 
 
@@ -85,9 +94,12 @@ def test_a_rank_that_is_lost_between_any_two_groups(
     """A lost attention rank takes its parked states with it, and the prompts are read again. A
     lost expert rank takes nothing."""
     of = replace(in_layers(config(2, 2)), speculation=SpeculationConfig(method="off"))
+    some = wanted(3)
+    expected = {each.request_id: answers_in_chunks[each.request_id] for each in some}
     with FaultDrive(of, ThreadStarter) as drive:  # every run has the same steps
         for num_steps in (2, 5, 9):
             lose_after(drive, num_steps, name)
-            assert drive.serve(long_requests(VOCAB_SIZE)) == answers_in_chunks
+            cold = [replace(each, cache_salt=str(num_steps)) for each in some]
+            assert drive.serve(cold) == expected
             drive.wait_until_complete()
         assert drive.membership.num_lost == 3

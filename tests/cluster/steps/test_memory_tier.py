@@ -22,13 +22,15 @@ TIER = CacheConfig(num_pages=256, memory_tier_bytes=16 * 2**20, checkpoint_after
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_pages_return_that_a_small_cache_evicted(shards: int) -> None:
-    of = replace(config(1, 1, attention_tp=shards), cache=replace(TIER, num_pages=130))
+    made = config(1, 1, attention_tp=shards)
+    model = replace(made.model, max_model_len=256)
+    of = replace(made, model=model, cache=replace(TIER, num_pages=42))
     wanted = requests(9, VOCAB_SIZE)
     expected = colocated(replace(of, cache=CacheConfig(num_pages=256)), wanted)
     engine = build_cluster(of, make_starter=ThreadStarter).engine
     try:
         assert serve(engine, wanted) == expected
-        others = [replace(r, cache_salt="-") for r in requests(30, VOCAB_SIZE, num_tokens=1)]
+        others = [replace(r, cache_salt="-") for r in requests(12, VOCAB_SIZE, num_tokens=1)]
         serve(engine, others)  # they evict the first ones' pages
         engine.check_integrity()
         assert serve(engine, wanted) == expected

@@ -10,10 +10,9 @@ from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.offline.llm import LLM
 from moe_serve.offline.outputs import RequestOutput
 
-PROMPTS = ([5, 9, 20, 77, 31, 8], [250, 3, 4, 99, 12, 44, 61, 7, 18])
-GREEDY = SamplingParams(
-    max_tokens=12, temperature=0, ignore_eos=True, prompt_logprobs=1, logprobs=1
-)
+PROMPTS = ([5, 9, 20, 77, 31, 8], [250, 3, 4, 99, 12, 44, 61, 7, 18, 6, 90, 41, 2])
+# The second answer begins a second page.
+GREEDY = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, prompt_logprobs=1, logprobs=1)
 
 
 def adapters_of(**folders: Path) -> dict[str, str]:
