@@ -25,7 +25,9 @@ WORKERS = (
     "moe_serve.cluster.ranks.attention_shard",
     "moe_serve.planning.exchange_timing",
 )
-_PROGRAMS = ("moe_serve", *WORKERS, "pingpong.rank", "gpu_bench.worker")
+_PROGRAMS = (
+    "moe_serve", *WORKERS, "pingpong.rank", "gpu_bench.worker", "tests.support.http.serve_fake",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
