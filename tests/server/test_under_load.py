@@ -94,19 +94,19 @@ def test_four_times_overload_is_refused_politely(start_server: StartServer) -> N
     assert server.metric("admission_rejections_total") == results["429"]
 
 
-def test_sigterm_with_40_streams_lets_all_finish(start_server: StartServer, tmp_path: Path) -> None:
+def test_sigterm_with_24_streams_lets_all_finish(start_server: StartServer, tmp_path: Path) -> None:
     """Running and waiting streams all finish, and the exit status is 0."""
     config = tmp_path / "patient.yaml"
     config.write_text("server: {drain_timeout_s: 500}\n", "utf-8")  # for slow machines
-    server = start_server("--config", str(config), "--max-num-seqs", "16")
+    server = start_server("--config", str(config), "--max-num-seqs", "8")
 
     async def main() -> list[int]:
         async with client_of(server, max_retries=0, timeout=PATIENCE_S) as client:
             streams = [
-                asyncio.create_task(stream_tokens(client, [7 + i] * 40, 100)) for i in range(40)
+                asyncio.create_task(stream_tokens(client, [7 + i] * 40, 100)) for i in range(24)
             ]
             num_open = 0.0
-            while num_open < 40:
+            while num_open < 24:
                 await asyncio.sleep(0.02)
                 names = ("num_requests_running", "num_requests_waiting")
                 num_open = sum([await asyncio.to_thread(server.metric, name) for name in names])
@@ -114,7 +114,7 @@ def test_sigterm_with_40_streams_lets_all_finish(start_server: StartServer, tmp_
             server.process.send_signal(signal.SIGTERM)
             return await asyncio.gather(*streams)
 
-    assert asyncio.run(main()) == [100] * 40
+    assert asyncio.run(main()) == [100] * 24
     assert server.process.wait(timeout=120) == 0
 
 
@@ -125,8 +125,8 @@ async def one_disorderly_client(
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, trust_env=False) as client:
         while not is_enough():
             body = {
-                "prompt": [rng.randrange(3, 4096) for _ in range(rng.randint(1, 300))],
-                "max_tokens": rng.randint(1, 80),
+                "prompt": [rng.randrange(3, 4096) for _ in range(rng.randint(1, 150))],
+                "max_tokens": rng.randint(1, 50),
                 "temperature": rng.choice([0, 0.7, 1.5]),
                 "n": rng.choice([1, 1, 1, 3]),
                 "stream": rng.random() < 0.7,
@@ -151,8 +151,8 @@ def open_descriptors(server: Any) -> int:
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
 def test_disorder_leaves_nothing(start_server: StartServer) -> None:
-    # 420 pages: about 20 of the longer requests, so that preemption happens too.
-    server = start_server("--num-pages", "420", "--max-queued-requests", "40")
+    # 220 pages: about 20 of the longer requests, so that preemption happens too.
+    server = start_server("--num-pages", "220", "--max-queued-requests", "40")
     reference = {"prompt": "Once upon a time", "max_tokens": 30, "temperature": 1, "seed": 4}
 
     def answer() -> str:
