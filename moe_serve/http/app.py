@@ -55,6 +55,7 @@ from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.generation.generation import GenerationService
 from moe_serve.http.generation.served_model import ServedModel
 from moe_serve.http.generation.service_tiers import ServiceTiers
+from moe_serve.http.late_routes import LateRouter
 from moe_serve.http.metrics.metrics import ServerMetrics
 from moe_serve.http.metrics.page import MetricsPage
 from moe_serve.http.metrics.scrape import AdapterSource, ScrapeSources
@@ -235,8 +236,8 @@ def create_app(
     app = _empty_app(board)
     app.state.generations, app.state.gate, app.state.metrics = generations, server.gate, metrics
     _add_routes(app, server)
-    app.include_router(cells_router(cells, engine, config.max_body_bytes))
-    app.include_router(dashboard_router(board))
+    _add(app, cells_router(cells, engine, config.max_body_bytes))
+    _add(app, dashboard_router(board))
     _add_control(app, config.max_body_bytes, tracing, placement)
     _add_operations(app, operations)
     app.openapi = honest_openapi(app)  # type: ignore[method-assign]
@@ -252,8 +253,14 @@ def _add_control(
     app: FastAPI, max_bytes: int, tracing: Tracing | None, placement: AnyPlacement | None
 ) -> None:
     if tracing is not None:
-        app.include_router(trace_router(tracing, max_bytes))
-    app.include_router(placement_router(placement, max_bytes))
+        _add(app, trace_router(tracing, max_bytes))
+    _add(app, placement_router(placement, max_bytes))
+
+
+def _add(app: FastAPI, router: LateRouter) -> None:
+    """Adds the routes as they are: FastAPI's `include_router` would build each once more, and look
+    for the route of a request in one router after the other."""
+    app.router.routes += router.routes
 
 
 def _empty_app(board: Board) -> FastAPI:
@@ -301,14 +308,14 @@ def _add_routes(app: FastAPI, server: ServerContext) -> None:
         health_router,
         adapter_router,
     ):
-        app.include_router(make_router(server))
+        _add(app, make_router(server))
     add_page_routes(app)
 
 
 def _add_operations(app: FastAPI, operations: Operations) -> None:
-    app.include_router(startup_router(operations.startup))
+    _add(app, startup_router(operations.startup))
     if operations.hangs is not None:
-        app.include_router(hang_router(operations.hangs))
+        _add(app, hang_router(operations.hangs))
 
 
 def _add_middleware(

@@ -367,6 +367,7 @@ def _serving_templates(tokenizer: Tokenizer) -> Iterator[StartServed]:
     """Yields a function that makes a client and its engine for a chat template and a tokenizer."""
     apps: list[FastAPI] = []
     templates: list[ChatTemplate] = []
+    clients = contextlib.ExitStack()  # of open ones: others start a loop for every request
 
     def start(
         template: str, own: Tokenizer | None = None, **config: Any
@@ -377,9 +378,10 @@ def _serving_templates(tokenizer: Tokenizer) -> Iterator[StartServed]:
         templates.append(chat_template)
         model = replace(tiny_model(used), chat_template=chat_template, max_model_len=2048)
         apps.append(create_app(engine, model, ServerConfig(**config)))
-        return TestClient(apps[-1]), engine
+        return clients.enter_context(TestClient(apps[-1])), engine
 
-    yield start
+    with clients:
+        yield start
     for app in apps:
         app.state.gate.close()
     for template in templates:

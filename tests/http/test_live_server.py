@@ -157,8 +157,8 @@ def test_odd_bodies_over_the_wire(make_app: Callable[..., FastAPI], start_live: 
 
 @contextlib.contextmanager
 def server_process(step_s: float, drain_s: float) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    script = ROOT / "tests/support/http/serve_fake.py"
-    command = [sys.executable, str(script), str(step_s), str(drain_s)]
+    program = "tests.support.http.serve_fake"
+    command = [sys.executable, "-m", program, str(step_s), str(drain_s)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None

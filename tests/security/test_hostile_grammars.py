@@ -43,10 +43,14 @@ def test_a_pattern_ends_or_is_refused(server: RealServer, pattern: str) -> None:
         assert response.status_code in (200, 400), response.text
 
 
-def test_schemas_that_are_never_the_same_are_not_all_kept(server: RealServer) -> None:
+def test_schemas_that_are_never_the_same_are_not_all_kept(
+    server: RealServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """CVE-2025-29770, GHSA-hf3c-wxg2-49q9: the cache of grammars has a bound."""
     gate: Any = server.app.state.gate
-    for number in range(MAX_KEPT + 40):
+    assert gate.grammars._max_kept == MAX_KEPT
+    monkeypatch.setattr(gate.grammars, "_max_kept", 10)  # sooner reached
+    for number in range(10 + 15):
         schema = {"type": "object", "properties": {f"f{number}": {"enum": [number]}}}
         response = server.post(
             CHAT,
@@ -57,7 +61,7 @@ def test_schemas_that_are_never_the_same_are_not_all_kept(server: RealServer) ->
             },
         )
         assert response.status_code == 200, response.text
-    assert len(gate.grammars) <= MAX_KEPT
+    assert len(gate.grammars) <= 10
     assert len(gate) <= MAX_VERDICTS
 
 

@@ -19,9 +19,10 @@ from moe_serve.cli.serve.serve import check_is_guarded
 from moe_serve.config.sections import ServerConfig
 from moe_serve.errors import ConfigError
 from moe_serve.http.app import create_app
+from tests.support.sampled_cases import EVERY_CASE
 from tests.support.security.real_server import BOTH, TEXT, RealServer, refused
 
-NUM_ODD = 10_000
+NUM_ODD = 10_000 if EVERY_CASE else 2000
 
 
 def pickle_that_writes(path: Path) -> bytes:
@@ -55,7 +56,7 @@ def series(text: str) -> list[str]:
     return [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
 
 
-def test_ten_thousand_odd_paths_leave_metrics_as_they_are(server: RealServer) -> None:
+def test_odd_paths_leave_metrics_as_they_are(server: RealServer) -> None:
     """PYSEC-2026-4325: paths, methods and model names of clients are no labels."""
     rng = random.Random(2)
     letters = string.ascii_letters + string.digits + '/%.~ü\x00\n"{}'
@@ -74,7 +75,7 @@ def test_ten_thousand_odd_paths_leave_metrics_as_they_are(server: RealServer) ->
             seen.add(await ask_oddly(server.app, "POST", TEXT, body))
         return seen
 
-    asyncio.run(ask(1000))  # every route with every status
+    asyncio.run(ask(500))  # every route with every status
     server.client.get("/metrics")
     before = server.client.get("/metrics").text
     assert asyncio.run(ask(NUM_ODD)) <= {404, 405, 403}

@@ -12,6 +12,7 @@ import pytest
 
 from moe_serve.engine.request.sampling_params import SamplingParams
 from moe_serve.errors import InvalidRequestError
+from tests.support.sampled_cases import EVERY_CASE
 from tests.support.security.real_server import (
     BOTH,
     CHAT,
@@ -62,6 +63,9 @@ def is_fine(field: str, value: Any) -> bool:
 @pytest.mark.parametrize("field", FIELDS)
 def test_odd_numbers_in_any_field(server: RealServer, field: str) -> None:
     """CVE-2026-34756 (`n` without a bound), CVE-2026-21869 (negative numbers): in every field."""
+    for route in FIELDS[field]:
+        null = server.post(route, **{field: None})
+        assert null.status_code in (200, 400), null.text
     for route, value in itertools.product(FIELDS[field], ODD):
         extra = {"logprobs": True} if field == "top_logprobs" else {}
         response = server.post(route, **extra, **{field: value})
@@ -70,8 +74,6 @@ def test_odd_numbers_in_any_field(server: RealServer, field: str) -> None:
         else:
             error = refused(response, 400)
             assert field in error["message"] or field in str(error["param"]), f"{value!r}: {error}"
-        null = server.post(route, **{field: None})
-        assert null.status_code in (200, 400), null.text
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "0x10", "1e308", "9" * 400])
@@ -170,11 +172,12 @@ def test_fields_of_other_servers_insides(server: RealServer) -> None:
         "mm_processor_kwargs", "code_revision", "revision", "trust_remote_code", "n_discard",
         "tokenizer", "adapter", "cache_transfer",
     )  # fmt: skip
-    for name, value in itertools.product(names, values):
-        error = refused(server.post(TEXT, **{name: value}), 400)
-        assert error["param"] == name
-        assert error["code"] in ("unknown_parameter", "unsupported_parameter")
-        refused(server.post(CHAT, **{name: value}), 400)
+    for number, name in enumerate(names):
+        for value in values if EVERY_CASE else values[number % 4 :: 4]:
+            error = refused(server.post(TEXT, **{name: value}), 400)
+            assert error["param"] == name
+            assert error["code"] in ("unknown_parameter", "unsupported_parameter")
+            refused(server.post(CHAT, **{name: value}), 400)
 
 
 def test_one_field_twice_is_one_field(server: RealServer) -> None:

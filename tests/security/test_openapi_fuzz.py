@@ -24,7 +24,7 @@ from schemathesis.specs.openapi.checks import (
 from tests.support.sampled_cases import EVERY_CASE
 from tests.support.security.real_server import RealServer
 
-NUM_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "8" if EVERY_CASE else "5"))
+NUM_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "8" if EVERY_CASE else "3"))
 CHECKS = (
     not_a_server_error,
     status_code_conformance,

@@ -16,8 +16,11 @@ import httpx
 import openai
 import pytest
 
+from tests.support.sampled_cases import EVERY_CASE
+
 MODEL = "moe-serve-demo"
-DISORDER_S = 8.0  # at least; `benchmarks/run.py soak` runs the long one
+# At least; `benchmarks/run.py soak` runs the long one.
+DISORDER_S = 8.0 if EVERY_CASE else 3.0
 PATIENCE_S = 500.0  # of a client that wants its answer
 pytestmark = pytest.mark.timeout(600)  # for slow machines
 StartServer = Callable[..., Any]
@@ -50,13 +53,13 @@ async def stream_tokens(
 def test_64_streams_at_once_none_fails(start_server: StartServer) -> None:
     server = start_server()
     rng = random.Random(1)
-    prompts = [[rng.randrange(3, 4096) for _ in range(rng.randint(16, 300))] for _ in range(64)]
+    prompts = [[rng.randrange(3, 4096) for _ in range(rng.randint(16, 150))] for _ in range(64)]
 
     async def main() -> list[int]:
         async with client_of(server, max_retries=0, timeout=PATIENCE_S) as client:
-            return await asyncio.gather(*(stream_tokens(client, p, 24) for p in prompts))
+            return await asyncio.gather(*(stream_tokens(client, p, 12) for p in prompts))
 
-    assert asyncio.run(main()) == [24] * 64
+    assert asyncio.run(main()) == [12] * 64
     server.wait_until_idle()
     body = {"prompt": prompts[0], "max_tokens": 1}
     url = f"{server.url}/v1/completions"
@@ -68,11 +71,11 @@ def test_64_streams_at_once_none_fails(start_server: StartServer) -> None:
 
 
 def test_four_times_overload_is_refused_politely(start_server: StartServer) -> None:
-    server = start_server("--max-num-seqs", "8", "--max-queued-requests", "24")
+    server = start_server("--max-num-seqs", "4", "--max-queued-requests", "12")
 
     async def one(client: openai.AsyncOpenAI) -> str:
         try:
-            assert await stream_tokens(client, [5] * 50, 120) == 120
+            assert await stream_tokens(client, [5] * 50, 60) == 60
         except openai.RateLimitError as error:
             assert float(error.response.headers["retry-after"]) > 0
             assert error.response.headers["x-should-retry"] == "true"
@@ -82,30 +85,28 @@ def test_four_times_overload_is_refused_politely(start_server: StartServer) -> N
 
     async def main() -> Counter[str]:
         async with client_of(server, max_retries=0, timeout=PATIENCE_S) as client:
-            return Counter(await asyncio.gather(*(one(client) for _ in range(128))))
+            return Counter(await asyncio.gather(*(one(client) for _ in range(64))))
 
     results = asyncio.run(main())
-    assert results["finished"] >= 24 and results["429"] >= 64, results
-    assert results["finished"] + results["429"] == 128
+    assert results["finished"] >= 12 and results["429"] >= 32, results
+    assert results["finished"] + results["429"] == 64
     server.wait_until_idle()
     assert server.metric("admission_rejections_total") == results["429"]
 
 
-def test_sigterm_with_100_streams_lets_all_finish(
-    start_server: StartServer, tmp_path: Path
-) -> None:
+def test_sigterm_with_24_streams_lets_all_finish(start_server: StartServer, tmp_path: Path) -> None:
     """Running and waiting streams all finish, and the exit status is 0."""
     config = tmp_path / "patient.yaml"
     config.write_text("server: {drain_timeout_s: 500}\n", "utf-8")  # for slow machines
-    server = start_server("--config", str(config))
+    server = start_server("--config", str(config), "--max-num-seqs", "8")
 
     async def main() -> list[int]:
         async with client_of(server, max_retries=0, timeout=PATIENCE_S) as client:
             streams = [
-                asyncio.create_task(stream_tokens(client, [7 + i] * 40, 100)) for i in range(100)
+                asyncio.create_task(stream_tokens(client, [7 + i] * 40, 100)) for i in range(24)
             ]
             num_open = 0.0
-            while num_open < 100:
+            while num_open < 24:
                 await asyncio.sleep(0.02)
                 names = ("num_requests_running", "num_requests_waiting")
                 num_open = sum([await asyncio.to_thread(server.metric, name) for name in names])
@@ -113,7 +114,7 @@ def test_sigterm_with_100_streams_lets_all_finish(
             server.process.send_signal(signal.SIGTERM)
             return await asyncio.gather(*streams)
 
-    assert asyncio.run(main()) == [100] * 100
+    assert asyncio.run(main()) == [100] * 24
     assert server.process.wait(timeout=120) == 0
 
 
@@ -124,8 +125,8 @@ async def one_disorderly_client(
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, trust_env=False) as client:
         while not is_enough():
             body = {
-                "prompt": [rng.randrange(3, 4096) for _ in range(rng.randint(1, 300))],
-                "max_tokens": rng.randint(1, 80),
+                "prompt": [rng.randrange(3, 4096) for _ in range(rng.randint(1, 150))],
+                "max_tokens": rng.randint(1, 50),
                 "temperature": rng.choice([0, 0.7, 1.5]),
                 "n": rng.choice([1, 1, 1, 3]),
                 "stream": rng.random() < 0.7,
@@ -150,8 +151,8 @@ def open_descriptors(server: Any) -> int:
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
 def test_disorder_leaves_nothing(start_server: StartServer) -> None:
-    # 420 pages: about 20 of the longer requests, so that preemption happens too.
-    server = start_server("--num-pages", "420", "--max-queued-requests", "40")
+    # 220 pages: about 20 of the longer requests, so that preemption happens too.
+    server = start_server("--num-pages", "220", "--max-queued-requests", "40")
     reference = {"prompt": "Once upon a time", "max_tokens": 30, "temperature": 1, "seed": 4}
 
     def answer() -> str:

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 
 from moe_serve.adapters.adapter import AdapterVersion
 from moe_serve.adapters.registry import AdapterRegistry
 from moe_serve.errors import CheckpointError, InvalidRequestError
 from moe_serve.http.generation.context import ServerContext
+from moe_serve.http.late_routes import LateRouter
 from moe_serve.http.schema.json_body import read_json_object
 
 
@@ -36,8 +37,8 @@ def _body(*fields: str, flag: str | None = None) -> dict[str, Any]:
 _LOAD, _UNLOAD, _PINNED = ("lora_name", "lora_path"), ("lora_name",), "pinned"
 
 
-def adapter_router(server: ServerContext) -> APIRouter:
-    router = APIRouter()
+def adapter_router(server: ServerContext) -> LateRouter:
+    router = LateRouter()
     model, max_bytes = server.model, server.config.max_body_bytes
 
     def adapters() -> AdapterRegistry:

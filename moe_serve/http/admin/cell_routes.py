@@ -13,13 +13,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 
 from moe_serve.engine.request.client import EngineClient
 from moe_serve.engine.watch.cells_control import CellPlace, CellsControl
 from moe_serve.errors import CellsError, ConfigError, InvalidRequestError
 from moe_serve.http.dashboard.cells_part import cells_part, scaling_part
 from moe_serve.http.gate.auth import ADMIN_PREFIX
+from moe_serve.http.late_routes import LateRouter
 from moe_serve.http.schema.json_body import read_json_object
 
 _FIELDS = ("shape", "number", "by_hand", "node")
@@ -37,9 +38,9 @@ _SCHEMA = {
 _BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": _SCHEMA}}}}
 
 
-def cells_router(cells: CellsControl | None, engine: EngineClient, max_bytes: int) -> APIRouter:
+def cells_router(cells: CellsControl | None, engine: EngineClient, max_bytes: int) -> LateRouter:
     """Returns the routes. On a server with one cell, `cells` is None, and they answer an error."""
-    router = APIRouter(prefix=ADMIN_PREFIX)
+    router = LateRouter(prefix=ADMIN_PREFIX)
 
     def control() -> CellsControl:
         if cells is None:
@@ -100,7 +101,7 @@ def cells_router(cells: CellsControl | None, engine: EngineClient, max_bytes: in
 
 
 def _add_rank_routes(
-    router: APIRouter, control: Callable[[], CellsControl], listed: Callable[[], dict[str, Any]]
+    router: LateRouter, control: Callable[[], CellsControl], listed: Callable[[], dict[str, Any]]
 ) -> None:
     @router.post("/ranks/{name:path}/drain")
     async def drain_rank(name: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import asyncio
 from dataclasses import asdict
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from experts.placement.plan_file import parse_json, parse_placement, placement_text
 from experts.placement.problem.placement import Placement
@@ -20,6 +20,7 @@ from moe_serve.engine.routes.placement_control import PlacementControl
 from moe_serve.engine.tracing import MIN_RATE, Tracing, TracingStatus
 from moe_serve.errors import CellsError, InvalidRequestError, RebalanceError
 from moe_serve.http.gate.auth import ADMIN_PREFIX
+from moe_serve.http.late_routes import LateRouter
 from moe_serve.http.schema.json_body import read_json_bytes, read_json_object
 
 _MAX_DIGITS = 10  # longest accepted cell number
@@ -45,8 +46,8 @@ _PLAN_BODY = {
 }
 
 
-def trace_router(tracing: Tracing, max_body_bytes: int) -> APIRouter:
-    router = APIRouter(prefix=f"{ADMIN_PREFIX}/trace")
+def trace_router(tracing: Tracing, max_body_bytes: int) -> LateRouter:
+    router = LateRouter(prefix=f"{ADMIN_PREFIX}/trace")
 
     @router.post("/start", openapi_extra=_START_BODY)
     async def start(request: Request) -> dict[str, Any]:
@@ -92,11 +93,11 @@ def _options(body: dict[str, Any]) -> tuple[float | None, bool | None]:
     return rate, has_weights
 
 
-def placement_router(placement: AnyPlacement | None, max_body_bytes: int) -> APIRouter:
+def placement_router(placement: AnyPlacement | None, max_body_bytes: int) -> LateRouter:
     """Returns the routes. With `placement` None the server has no expert ranks, and they answer
     with an error.
     """
-    router = APIRouter(prefix=f"{ADMIN_PREFIX}/placement")
+    router = LateRouter(prefix=f"{ADMIN_PREFIX}/placement")
 
     @router.get("")
     async def status(cell: str | None = None) -> dict[str, Any]:

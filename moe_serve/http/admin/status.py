@@ -21,7 +21,7 @@ from dataclasses import asdict
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Response
+from fastapi import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -34,6 +34,7 @@ from moe_serve.engine.watch.hang_watch import HangWatch
 from moe_serve.engine.watch.startup import Startup
 from moe_serve.http.gate.auth import ADMIN_PREFIX
 from moe_serve.http.generation.context import ServerContext
+from moe_serve.http.late_routes import LateRouter
 from moe_serve.http.metrics.scrape import OUTAGE_S
 from moe_serve.http.schema.api_error import ApiError, draining_error, engine_dead_error
 
@@ -68,8 +69,8 @@ class ProgressWatch:
         return now - self._since
 
 
-def health_router(server: ServerContext) -> APIRouter:
-    router = APIRouter()
+def health_router(server: ServerContext) -> LateRouter:
+    router = LateRouter()
     watch = ProgressWatch()
     engine = server.generations.engine
 
@@ -134,8 +135,8 @@ def _last_error(stats: EngineStats) -> dict[str, Any] | None:
     return {"code": "generation_failed", "seconds_ago": round(stats.last_error_age_s, 1)}
 
 
-def info_router(server: ServerContext) -> APIRouter:
-    router = APIRouter()
+def info_router(server: ServerContext) -> LateRouter:
+    router = LateRouter()
     engine = server.generations.engine
 
     @router.get("/version")
@@ -179,8 +180,8 @@ def _load(load: EngineLoad) -> dict[str, Any]:
     }
 
 
-def model_router(server: ServerContext) -> APIRouter:
-    router = APIRouter()
+def model_router(server: ServerContext) -> LateRouter:
+    router = LateRouter()
     model = server.model
     entry: dict[str, Any] = {
         "id": model.name,
@@ -210,8 +211,8 @@ def model_router(server: ServerContext) -> APIRouter:
     return router
 
 
-def startup_router(startup: Startup) -> APIRouter:
-    router = APIRouter()
+def startup_router(startup: Startup) -> LateRouter:
+    router = LateRouter()
 
     @router.get("/startup")
     async def show() -> dict[str, Any]:
@@ -238,8 +239,8 @@ def _plan_json(plan: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def hang_router(hangs: HangWatch) -> APIRouter:
-    router = APIRouter(prefix=ADMIN_PREFIX)
+def hang_router(hangs: HangWatch) -> LateRouter:
+    router = LateRouter(prefix=ADMIN_PREFIX)
 
     @router.get("/hang", response_class=Response)
     async def report() -> Response:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from moe_serve.errors import ContextLengthError
 from moe_serve.http.anthropic.message_body import CountTokensBody, MessagesBody
@@ -47,6 +47,7 @@ from moe_serve.http.generation.respond import (
     whole_response,
 )
 from moe_serve.http.generation.usage import Usage
+from moe_serve.http.late_routes import LateRouter
 from moe_serve.http.schema.api_error import ApiError
 from moe_serve.http.schema.field_types import parse_body
 from moe_serve.http.schema.json_body import read_json_object
@@ -250,8 +251,8 @@ def _error_event(error: ApiError) -> bytes:
 STYLE = SseStyle(write_error=_error_event, end=b"", ping=_write([{"type": "ping"}]))
 
 
-def messages_router(server: ServerContext) -> APIRouter:
-    router = APIRouter(prefix=PATH)
+def messages_router(server: ServerContext) -> LateRouter:
+    router = LateRouter(prefix=PATH)
     is_strict = server.config.is_strict
 
     def translated_body(body: CountTokensBody) -> TranslatedMessages:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 
 from moe_serve import __version__
 from moe_serve.cache.tiers.store import TierStats
@@ -38,6 +38,7 @@ from moe_serve.http.dashboard.snapshot import (
     tokens_per_step,
 )
 from moe_serve.http.generation.context import ServerContext
+from moe_serve.http.late_routes import LateRouter
 from moe_serve.http.metrics.recent import WINDOW_S as LATENCY_WINDOW_S
 from moe_serve.http.metrics.recent import RecentRequests
 from moe_serve.http.metrics.scrape import RankSharer, RankShares, is_ready, oldest_waiting_s
@@ -156,8 +157,8 @@ class Board:
         }
 
 
-def dashboard_router(board: Board) -> APIRouter:
-    router = APIRouter()
+def dashboard_router(board: Board) -> LateRouter:
+    router = LateRouter()
 
     @router.get("/dashboard/state")
     async def state(request: Request) -> Response:

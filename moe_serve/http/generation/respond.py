@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -272,12 +271,11 @@ def request_body_schema(schema: Any) -> dict[str, Any]:
 
     `schema`: a pydantic model, or a union of several.
     """
-    content = {"application/json": {"schema": json.loads(_json_schema(schema))}}
+    content = {"application/json": {"schema": _json_schema(schema)}}
     return {"requestBody": {"required": True, "content": content}}
 
 
 @functools.cache
-def _json_schema(schema: Any) -> str:
-    """Returns the JSON schema as text. Routes with the same body each get a copy, which FastAPI may
-    change."""
-    return json.dumps(TypeAdapter[Any](schema).json_schema())
+def _json_schema(schema: Any) -> dict[str, Any]:
+    """Returns the JSON schema, one object for all routes with the same body: it is only read."""
+    return TypeAdapter[Any](schema).json_schema()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from moe_serve.http.generation.chat_generation import ChatGeneration, ChatPiece, start_chat
 from moe_serve.http.generation.chat_request import AnswerOptions, Chat
@@ -23,6 +23,7 @@ from moe_serve.http.generation.logprob_format import (
 from moe_serve.http.generation.requests import with_entitlement
 from moe_serve.http.generation.respond import request_body_schema, stream_response, whole_response
 from moe_serve.http.generation.usage import Usage
+from moe_serve.http.late_routes import LateRouter
 from moe_serve.http.openai.answers import (
     ChatChoice,
     ChunkWriter,
@@ -195,8 +196,8 @@ def message_fields(choice: ChatChoice) -> dict[str, Any]:
     return message
 
 
-def chat_router(server: ServerContext) -> APIRouter:
-    router = APIRouter()
+def chat_router(server: ServerContext) -> LateRouter:
+    router = LateRouter()
 
     @router.post("/v1/chat/completions", openapi_extra=request_body_schema(ChatBody))
     async def create_chat_completion(request: Request) -> Response:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from moe_serve.engine.request.request import GenerationRequest, TokenLogprob
 from moe_serve.http.generation.answer_sequence import Piece
@@ -37,6 +37,7 @@ from moe_serve.http.generation.requests import (
 from moe_serve.http.generation.respond import request_body_schema, stream_response, whole_response
 from moe_serve.http.generation.served_model import ServedModel
 from moe_serve.http.generation.usage import Usage
+from moe_serve.http.late_routes import LateRouter
 from moe_serve.http.openai.answers import (
     Choice,
     ChunkWriter,
@@ -243,8 +244,8 @@ class CompletionFormat:
         )
 
 
-def completion_router(server: ServerContext) -> APIRouter:
-    router = APIRouter()
+def completion_router(server: ServerContext) -> LateRouter:
+    router = LateRouter()
 
     @router.post("/v1/completions", openapi_extra=request_body_schema(CompletionBody))
     async def create_completion(request: Request) -> Response:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import Field
 
 from moe_serve.errors import InvalidRequestError
@@ -27,6 +27,7 @@ from moe_serve.http.generation.prompts import (
 )
 from moe_serve.http.generation.respond import request_body_schema
 from moe_serve.http.generation.served_model import ServedModel
+from moe_serve.http.late_routes import LateRouter
 from moe_serve.http.openai.bodies import (
     DEFAULT_COMPLETION_TOKENS,
     ChatBody,
@@ -96,8 +97,8 @@ def chat_part(content: Mapping[str, Any]) -> ChatBody:
     return parse_body(ChatBody, {name: v for name, v in content.items() if name not in own})
 
 
-def token_router(server: ServerContext) -> APIRouter:
-    router = APIRouter()
+def token_router(server: ServerContext) -> LateRouter:
+    router = LateRouter()
     is_strict, model = server.config.is_strict, server.model
 
     @router.post("/tokenize", openapi_extra=request_body_schema(TokenizeBody | ChatBody))
@@ -170,8 +171,8 @@ async def _tokens(
     return _json(write() if is_small else await asyncio.to_thread(write), ignored)
 
 
-def render_router(server: ServerContext) -> APIRouter:
-    router = APIRouter()
+def render_router(server: ServerContext) -> LateRouter:
+    router = LateRouter()
     model, config = server.model, server.config
 
     @router.post("/v1/chat/completions/render", openapi_extra=request_body_schema(ChatBody))

@@ -176,9 +176,15 @@ def answers(client: TestClient, route: str, fields: dict[str, Any]) -> tuple[Any
     return of_one_answer(whole.json()), found
 
 
+@pytest.fixture(scope="module")
+def served(start_served_once: Any) -> Any:
+    return start_served_once(TEMPLATE)
+
+
 @pytest.mark.parametrize("kind", CASES)
-def test_a_run_is_read_as_its_tokens_one_by_one(start_served: Any, kind: str) -> None:
-    client, engine = start_served(TEMPLATE)
+def test_a_run_is_read_as_its_tokens_one_by_one(served: Any, kind: str) -> None:
+    client, engine = served
+    engine.tokens_per_step = 1
     route, answer, fields = CASES[kind]
     engine.script = lambda request: answer
     expected = answers(client, route, fields)

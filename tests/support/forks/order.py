@@ -35,6 +35,7 @@ _PROGRAMS = (
     "tests.support.forks.code",
     "tests.support.engine.disk_writer",
     "tests.support.engine.draw_faults",
+    "tests.support.http.serve_fake",
 )
 
 

@@ -1,6 +1,8 @@
 """A process for test_live_server.py: the real server over the scripted engine.
 
-serve_fake.py STEP_SECONDS DRAIN_SECONDS     prints its port when it is ready
+    python -m tests.support.http.serve_fake STEP_SECONDS DRAIN_SECONDS
+
+It prints its port when it is ready
 """
 
 from __future__ import annotations

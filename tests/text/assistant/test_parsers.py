@@ -33,6 +33,7 @@ from moe_serve.text.assistant.parser import (
     ThinkingParser,
 )
 from moe_serve.text.assistant.tool import Tool
+from tests.support.sampled_cases import EVERY_CASE
 
 WEATHER = {
     "type": "object",
@@ -286,7 +287,7 @@ TEXTS = st.lists(
 
 
 @pytest.mark.parametrize("name", PARSERS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 if EVERY_CASE else 25, deadline=None)
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 400), max_size=12))
 @example(text="<tool_call>" * 3, cuts=[1, 12])
 def test_pieces_do_not_matter(name: str, text: str, cuts: list[int]) -> None:
@@ -298,7 +299,7 @@ def test_pieces_do_not_matter(name: str, text: str, cuts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", PARSERS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40 if EVERY_CASE else 20, deadline=None)
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 400), max_size=6))
 def test_pieces_of_a_cut_answer_do_not_matter(name: str, text: str, cuts: list[int]) -> None:
     whole = parse(PARSERS[name](), [text], is_cut=True)
@@ -309,7 +310,7 @@ def test_pieces_of_a_cut_answer_do_not_matter(name: str, text: str, cuts: list[i
 
 
 @pytest.mark.parametrize("name", [n for n in PARSERS if "openai" not in n and "think" not in n])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40 if EVERY_CASE else 20, deadline=None)
 @given(text=TEXTS)
 def test_without_a_call_no_text_is_lost(name: str, text: str) -> None:
     result = parse(PARSERS[name](), [text])

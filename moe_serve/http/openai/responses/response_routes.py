@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from moe_serve.config.sections import ServerConfig
 from moe_serve.errors import InvalidRequestError
@@ -25,6 +25,7 @@ from moe_serve.http.generation.respond import (
     request_body_schema,
     whole_response,
 )
+from moe_serve.http.late_routes import LateRouter
 from moe_serve.http.openai.responses.input_items import new_id
 from moe_serve.http.openai.responses.response_body import ResponsesBody
 from moe_serve.http.openai.responses.response_chat import OWN_IGNORED, OWN_NAMES, translate
@@ -39,11 +40,12 @@ from moe_serve.http.schema.field_types import parse_body
 from moe_serve.http.schema.json_body import read_json_object
 from moe_serve.http.schema.parameters import ignored_header
 
+_PREFIX = "/v1/responses"
 _MAX_PAGE, _DEFAULT_PAGE = 100, 20
 
 
-def stored_router(store: ResponseStore, runs: BackgroundRuns) -> APIRouter:
-    router = APIRouter()
+def stored_router(store: ResponseStore, runs: BackgroundRuns) -> LateRouter:
+    router = LateRouter(prefix=_PREFIX)
 
     @router.get("/{response_id}")
     async def get_response(response_id: str, request: Request) -> Response:
@@ -123,8 +125,8 @@ def item_page(items: bytes, query: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def responses_router(server: ServerContext) -> APIRouter:
-    router = APIRouter(prefix="/v1/responses")
+def responses_router(server: ServerContext) -> LateRouter:
+    router = LateRouter(prefix=_PREFIX)
     runs = BackgroundRuns()
     store = _store(server.config, runs)
 
@@ -180,7 +182,7 @@ def responses_router(server: ServerContext) -> APIRouter:
             code="route_not_found",
         )
 
-    router.include_router(stored_router(store, runs))
+    router.routes += stored_router(store, runs).routes
     return router
 
 
