@@ -300,8 +300,7 @@ async def answer_completion(
         requests, is_prompt_only=body.is_prompt_only, continues=True
     )
     headers = {**ignored_header(options.entitlement.unheeded(ignored)), **generation.headers}
-    is_forced = server.config.force_include_usage
-    has_usage, has_usage_in_chunks = body.stream_usage(is_forced=is_forced)
+    has_usage, has_usage_in_chunks = body.stream_usage(is_forced=server.config.force_include_usage)
     formatter = CompletionFormat(
         head,
         tokenizer,
