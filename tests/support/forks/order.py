@@ -27,7 +27,7 @@ WORKERS = (
 )
 _PROGRAMS = (
     "moe_serve", *WORKERS, "pingpong.rank", "gpu_bench.worker", "trace_chat",
-    "tests.support.forks.code",
+    "tests.support.forks.script",
 )  # fmt: skip
 
 
