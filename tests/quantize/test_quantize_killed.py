@@ -73,8 +73,11 @@ for name in MOMENTS:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 def test_no_folder_loads(tiny_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "killed.py"
+    file.write_text(_CODE, "utf-8")
+    run = [sys.executable, "-m", "tests.support.forks.script", str(file)]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.forks.code", _CODE, str(tiny_model), str(tmp_path)],
+        [*run, str(tiny_model), str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -91,10 +91,11 @@ def test_only_known_programs_in_equal_surroundings_are_copied() -> None:
 
 
 def test_an_environment_that_changed_for_good_gets_a_new_template(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """These templates and programs import nothing, as it takes seconds."""
-    nothing = [sys.executable, "-m", "tests.support.forks.code", "pass"]
+    (tmp_path / "nothing.py").touch()
+    nothing = [sys.executable, "-m", "tests.support.forks.script", str(tmp_path / "nothing.py")]
     start = "from tests.support.forks import template; template.load = lambda: None; "
     monkeypatch.setattr(popen, "_TEMPLATE", f"{start}{popen._TEMPLATE}")
     monkeypatch.setattr(subprocess, "_fork_exec", popen.ORIGINAL)

@@ -32,7 +32,7 @@ _PROGRAMS = (
     "pingpong.rank",
     "gpu_bench.worker",
     "trace_chat",
-    "tests.support.forks.code",
+    "tests.support.forks.script",
     "tests.support.engine.disk_writer",
     "tests.support.engine.draw_faults",
     "tests.support.http.serve_fake",
