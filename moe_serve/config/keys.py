@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import re
@@ -277,7 +278,7 @@ class ConfigKey:
 
 def config_keys() -> tuple[ConfigKey, ...]:
     """Returns all keys in the order of `sections.py`."""
-    return tuple(_keys_of(Config))
+    return _keys_of(Config)
 
 
 def check_engine_config(config: EngineConfig, source: str = "an argument") -> EngineConfig:
@@ -297,20 +298,22 @@ def unknown_name(kind: str, name: str, source: str, known: Iterable[str]) -> Con
     return ConfigError(f"unknown {kind} {name} ({source}): {hint}")
 
 
-def _keys_of(component: type, section: str = "") -> Iterable[ConfigKey]:
+@functools.cache
+def _keys_of(component: type, section: str = "") -> tuple[ConfigKey, ...]:
+    keys: list[ConfigKey] = []
     hints = typing.get_type_hints(component)
     for item in dataclasses.fields(component):
         hint = hints[item.name]
         if dataclasses.is_dataclass(hint):
             assert isinstance(hint, type), f"{item.name}: a section is a class, got {hint!r}"
-            yield from _keys_of(hint, item.name)
+            keys += _keys_of(hint, item.name)
             continue
         arms = typing.get_args(hint) if typing.get_origin(hint) in _UNIONS else (hint,)
         core, *others = (arm for arm in arms if arm is not types.NoneType)
         if TierConfig in typing.get_args(core):
             core = TierConfig
         origin = typing.get_origin(core)
-        yield ConfigKey(
+        key = ConfigKey(
             section=section,
             name=item.name,
             kind=type(typing.get_args(core)[0]) if origin is typing.Literal else (origin or core),
@@ -319,6 +322,8 @@ def _keys_of(component: type, section: str = "") -> Iterable[ConfigKey]:
             words=tuple(word for arm in others for word in typing.get_args(arm)),
             default=typing.cast(Value, item.default),
         )
+        keys.append(key)
+    return tuple(keys)
 
 
 def parse_size(text: str) -> int | None:

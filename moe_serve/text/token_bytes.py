@@ -72,7 +72,7 @@ def byte_alphabet() -> dict[str, int]:
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in alphabet.values()]
+    others = sorted({*range(256)} - {*printable})
     return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 

@@ -118,7 +118,9 @@ def check_greedy_tokens(folder: Path, kernels: KernelsName) -> None:
     prompts = random_prompts(_LENGTHS)
     for budget, num_tokens in ((1024, _NUM_TOKENS), (_CHUNK, _NUM_IN_CHUNKS)):
         params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
-        with moe_serve.LLM(str(folder), kernels=kernels, max_batched_tokens=budget) as llm:
+        with moe_serve.LLM(
+            str(folder), kernels=kernels, max_batched_tokens=budget, num_pages=64
+        ) as llm:
             outputs = llm.generate(prompts, params, use_progress_bar=False)
         for prompt, output in zip(prompts, outputs, strict=True):
             tokens = output.outputs[0].token_ids
@@ -133,10 +135,10 @@ def check_invariance(folder: Path, kernels: KernelsName) -> None:
     prompts = random_prompts((40, 3, 17, 64, 9, 33))
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=2)
     with moe_serve.LLM(
-        str(folder), kernels=kernels, dtype="bfloat16", max_batched_tokens=19
+        str(folder), kernels=kernels, dtype="bfloat16", max_batched_tokens=19, num_pages=64
     ) as llm:
         together = llm.generate(prompts, params, use_progress_bar=False)
-    with moe_serve.LLM(str(folder), kernels=kernels, dtype="bfloat16") as llm:
+    with moe_serve.LLM(str(folder), kernels=kernels, dtype="bfloat16", num_pages=64) as llm:
         # Computed, and then from cached pages, if the prompt fills one.
         alike = [*zip(prompts[:3], together, strict=False)]
         for prompt, crowd in (*alike, *(each for each in alike if len(each[0]) > 16)):
