@@ -38,6 +38,7 @@ from tests.support.adapters.bitdelta_folders import dense, write_fine_tune, writ
 from tests.support.families.all_cases import CASES
 from tests.support.families.parity import write_checkpoint
 from tests.support.kernels.kernel_sets import KERNEL_SETS
+from tests.support.sampled_cases import EVERY_CASE
 
 FAMILIES = [
     "qwen3_moe-dense-layers",
@@ -129,7 +130,7 @@ def test_bits_do_not_depend_on_the_batch(base: Path, kernels: KernelsName, tmp_p
         "qwen2_moe",
         "deepseek_v2-lite",
         "deepseek_v3-groups",
-        "mistral4",
+        *(["mistral4"] if EVERY_CASE else []),  # has the attention of deepseek_v3
         "granitemoe-shared",
     ],
 )

@@ -198,6 +198,7 @@ def count_exchanges(ranks: Ranks) -> list[int]:
     return found
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("attention", "experts", "routes"), [(1, 1, False), (2, 3, False), (2, 2, True), (1, 1, True)]

@@ -98,12 +98,12 @@ def test_requests_of_a_lost_cell_go_on_from_the_memory_that_cells_share(
     faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(membership, "_LASTING_S", 0.0)
-    wanted = requests(8, 4096, num_tokens=26)
+    wanted = requests(8, 4096, num_tokens=32)
     tier = CacheConfig(num_pages=256, memory_tier_bytes=16 * 2**20, checkpoint_after_s=0.0)
     of = replace(cells_config("2x(1A1E)"), cache=tier)
     expected = in_one_process(replace(of, cache=CacheConfig(num_pages=256)), wanted)
     with serving_cells(of, starters) as engine:
-        faults.at(AttentionRank, "_run", faults.die, rank=WRITER, time=20)
+        faults.at(AttentionRank, "_run", faults.die, rank=WRITER, time=26)
         assert serve(engine, wanted) == expected, "a token changed"
         wait_until_whole(engine)
         assert faults.happened, "the fault did not happen"

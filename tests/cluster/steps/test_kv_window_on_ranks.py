@@ -15,7 +15,7 @@ def test_ranks_answer_as_one_process(attention: int) -> None:
     windows = [KVWindow(window=20), KVWindow(window=40, sinks=0), None]
     wanted = [
         replace(r, params=replace(r.params, kv_window=windows[index % 3]))
-        for index, r in enumerate(requests(6, 4096, num_tokens=60))
+        for index, r in enumerate(requests(6, 4096, num_tokens=40))
     ]
     of = config(attention, 1)
     answers = on_ranks(of, wanted)
