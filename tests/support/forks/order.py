@@ -27,6 +27,7 @@ WORKERS = (
 )
 _PROGRAMS = (
     "moe_serve", *WORKERS, "pingpong.rank", "gpu_bench.worker", "tests.support.http.serve_fake",
+    "tests.support.kernels.loaded_on_cpu",
 )  # fmt: skip
 
 
