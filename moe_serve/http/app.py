@@ -55,7 +55,6 @@ from moe_serve.http.generation.context import ServerContext
 from moe_serve.http.generation.generation import GenerationService
 from moe_serve.http.generation.served_model import ServedModel
 from moe_serve.http.generation.service_tiers import ServiceTiers
-from moe_serve.http.late_routes import LateRouter
 from moe_serve.http.metrics.metrics import ServerMetrics
 from moe_serve.http.metrics.page import MetricsPage
 from moe_serve.http.metrics.scrape import AdapterSource, ScrapeSources
@@ -66,6 +65,7 @@ from moe_serve.http.openai.tokens import render_router, token_router
 from moe_serve.http.pages.page_files import add_page_routes
 from moe_serve.http.schema.api_error import HANDLED_ERRORS, error_handler
 from moe_serve.http.spans import SpanExport, SpanMiddleware
+from moe_serve.http.wire.late_routes import LateRouter
 
 _STREAMING = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/invocations"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import socket
 import sys
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
@@ -189,9 +191,15 @@ def test_a_collector_that_is_away_fails_no_request(engine: Any, model: ServedMod
         deaf.listen()
         spans = make_span_export(f"http://127.0.0.1:{deaf.getsockname()[1]}/x", model.name)
         assert spans is not None
-        with TestClient(create_app(engine, model, ServerConfig(), spans=spans)) as client:
-            for _ in range(600):  # more than a batch: the sending thread is at it
-                assert client.get("/v1/models").status_code == 200
+        app = create_app(engine, model, ServerConfig(), spans=spans)
+
+        async def ask() -> None:
+            transport = httpx.ASGITransport(app=app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://testserver") as one:
+                for _ in range(600):  # more than a batch: the sending thread is at it
+                    assert (await one.get("/v1/models")).status_code == 200
+
+        asyncio.run(ask())
         spans.close()
 
 

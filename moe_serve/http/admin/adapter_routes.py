@@ -17,8 +17,8 @@ from moe_serve.adapters.adapter import AdapterVersion
 from moe_serve.adapters.registry import AdapterRegistry
 from moe_serve.errors import CheckpointError, InvalidRequestError
 from moe_serve.http.generation.context import ServerContext
-from moe_serve.http.late_routes import LateRouter
 from moe_serve.http.schema.json_body import read_json_object
+from moe_serve.http.wire.late_routes import LateRouter
 
 
 def _body(*fields: str, flag: str | None = None) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from moe_serve.engine.watch.cells_control import CellPlace, CellsControl
 from moe_serve.errors import CellsError, ConfigError, InvalidRequestError
 from moe_serve.http.dashboard.cells_part import cells_part, scaling_part
 from moe_serve.http.gate.auth import ADMIN_PREFIX
-from moe_serve.http.late_routes import LateRouter
 from moe_serve.http.schema.json_body import read_json_object
+from moe_serve.http.wire.late_routes import LateRouter
 
 _FIELDS = ("shape", "number", "by_hand", "node")
 _SCHEMA = {

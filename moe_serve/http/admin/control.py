@@ -20,8 +20,8 @@ from moe_serve.engine.routes.placement_control import PlacementControl
 from moe_serve.engine.tracing import MIN_RATE, Tracing, TracingStatus
 from moe_serve.errors import CellsError, InvalidRequestError, RebalanceError
 from moe_serve.http.gate.auth import ADMIN_PREFIX
-from moe_serve.http.late_routes import LateRouter
 from moe_serve.http.schema.json_body import read_json_bytes, read_json_object
+from moe_serve.http.wire.late_routes import LateRouter
 
 _MAX_DIGITS = 10  # longest accepted cell number
 _FIELDS = ("sample_rate", "weights")

@@ -34,9 +34,9 @@ from moe_serve.engine.watch.hang_watch import HangWatch
 from moe_serve.engine.watch.startup import Startup
 from moe_serve.http.gate.auth import ADMIN_PREFIX
 from moe_serve.http.generation.context import ServerContext
-from moe_serve.http.late_routes import LateRouter
 from moe_serve.http.metrics.scrape import OUTAGE_S
 from moe_serve.http.schema.api_error import ApiError, draining_error, engine_dead_error
+from moe_serve.http.wire.late_routes import LateRouter
 
 FORMATS = frozenset({"text", "json"})
 _ASKED = "endpoint-load-metrics-format"

@@ -47,11 +47,11 @@ from moe_serve.http.generation.respond import (
     whole_response,
 )
 from moe_serve.http.generation.usage import Usage
-from moe_serve.http.late_routes import LateRouter
 from moe_serve.http.schema.api_error import ApiError
 from moe_serve.http.schema.field_types import parse_body
 from moe_serve.http.schema.json_body import read_json_object
 from moe_serve.http.schema.parameters import ignored_header
+from moe_serve.http.wire.late_routes import LateRouter
 from moe_serve.text.assistant.outbox import AssistantDelta, CallDelta
 
 Event = dict[str, Any]

@@ -38,10 +38,10 @@ from moe_serve.http.dashboard.snapshot import (
     tokens_per_step,
 )
 from moe_serve.http.generation.context import ServerContext
-from moe_serve.http.late_routes import LateRouter
 from moe_serve.http.metrics.recent import WINDOW_S as LATENCY_WINDOW_S
 from moe_serve.http.metrics.recent import RecentRequests
 from moe_serve.http.metrics.scrape import RankSharer, RankShares, is_ready, oldest_waiting_s
+from moe_serve.http.wire.late_routes import LateRouter
 
 _log = logging.getLogger(__name__)
 

@@ -23,7 +23,6 @@ from moe_serve.http.generation.logprob_format import (
 from moe_serve.http.generation.requests import with_entitlement
 from moe_serve.http.generation.respond import request_body_schema, stream_response, whole_response
 from moe_serve.http.generation.usage import Usage
-from moe_serve.http.late_routes import LateRouter
 from moe_serve.http.openai.answers import (
     ChatChoice,
     ChunkWriter,
@@ -37,6 +36,7 @@ from moe_serve.http.openai.bodies import ChatBody
 from moe_serve.http.schema.field_types import parse_body
 from moe_serve.http.schema.json_body import read_json_object
 from moe_serve.http.schema.parameters import ignored_header
+from moe_serve.http.wire.late_routes import LateRouter
 from moe_serve.text.assistant.outbox import AssistantDelta, CallDelta
 from moe_serve.text.tokenizer import Tokenizer
 

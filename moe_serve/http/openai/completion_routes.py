@@ -37,7 +37,6 @@ from moe_serve.http.generation.requests import (
 from moe_serve.http.generation.respond import request_body_schema, stream_response, whole_response
 from moe_serve.http.generation.served_model import ServedModel
 from moe_serve.http.generation.usage import Usage
-from moe_serve.http.late_routes import LateRouter
 from moe_serve.http.openai.answers import (
     Choice,
     ChunkWriter,
@@ -57,6 +56,7 @@ from moe_serve.http.openai.chat_routes import answer_chat, read_chat
 from moe_serve.http.schema.field_types import parse_body
 from moe_serve.http.schema.json_body import read_json_object
 from moe_serve.http.schema.parameters import ignored_header
+from moe_serve.http.wire.late_routes import LateRouter
 from moe_serve.text.detokenizer import make_detokenizer
 from moe_serve.text.text_stream import TextDelta
 from moe_serve.text.tokenizer import Tokenizer

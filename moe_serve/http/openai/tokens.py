@@ -27,7 +27,6 @@ from moe_serve.http.generation.prompts import (
 )
 from moe_serve.http.generation.respond import request_body_schema
 from moe_serve.http.generation.served_model import ServedModel
-from moe_serve.http.late_routes import LateRouter
 from moe_serve.http.openai.bodies import (
     DEFAULT_COMPLETION_TOKENS,
     ChatBody,
@@ -37,6 +36,7 @@ from moe_serve.http.openai.bodies import (
 from moe_serve.http.schema.field_types import Int, StrictSchema, at_most, parse_body
 from moe_serve.http.schema.json_body import read_json_object
 from moe_serve.http.schema.parameters import check_fields, ignored_header
+from moe_serve.http.wire.late_routes import LateRouter
 
 MAX_DETOKENIZED = 262_144  # ids of one request
 _MAX_INLINE_TOKENS = 2048

@@ -1,1 +1,1 @@
-"""The connection to uvicorn: protocols, transports and bodies."""
+"""The connection to uvicorn: protocols, transports and bodies; and routes that are built late."""

@@ -25,7 +25,6 @@ from moe_serve.http.generation.respond import (
     request_body_schema,
     whole_response,
 )
-from moe_serve.http.late_routes import LateRouter
 from moe_serve.http.openai.responses.input_items import new_id
 from moe_serve.http.openai.responses.response_body import ResponsesBody
 from moe_serve.http.openai.responses.response_chat import OWN_IGNORED, OWN_NAMES, translate
@@ -39,6 +38,7 @@ from moe_serve.http.schema.api_error import ApiError
 from moe_serve.http.schema.field_types import parse_body
 from moe_serve.http.schema.json_body import read_json_object
 from moe_serve.http.schema.parameters import ignored_header
+from moe_serve.http.wire.late_routes import LateRouter
 
 _PREFIX = "/v1/responses"
 _MAX_PAGE, _DEFAULT_PAGE = 100, 20

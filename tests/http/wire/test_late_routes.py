@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from moe_serve.http.late_routes import LateRoute
+from moe_serve.http.wire.late_routes import LateRoute
 
 
 def _built(app: FastAPI) -> set[str]:
