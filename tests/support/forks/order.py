@@ -25,7 +25,8 @@ WORKERS = (
     "moe_serve.cluster.ranks.attention_shard",
     "moe_serve.planning.exchange_timing",
 )
-_PROGRAMS = ("moe_serve", *WORKERS, "pingpong.rank", "gpu_bench.worker")
+WITHOUT_STDOUT = "tests.support.forks.without_stdout"
+_PROGRAMS = ("moe_serve", *WORKERS, "pingpong.rank", "gpu_bench.worker", WITHOUT_STDOUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
