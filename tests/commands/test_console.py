@@ -18,6 +18,7 @@ from rich.table import Table
 
 from moe_serve.cli.console import optional_output, wide_console
 from moe_serve.cli.main import main
+from tests.support.forks.order import WITHOUT_STDOUT
 from tests.support.server.server_process import ROOT, server_environment
 
 FULL = Path("/dev/full")
@@ -27,9 +28,9 @@ pytestmark = [
 ]
 
 
-def start(*arguments: str, **streams: Any) -> subprocess.Popen[str]:
+def start(*arguments: str, module: str = "moe_serve", **streams: Any) -> subprocess.Popen[str]:
     environ = server_environment(streams.pop("environ", {}))
-    command = [sys.executable, "-m", "moe_serve", *arguments]
+    command = [sys.executable, "-m", module, *arguments]
     return subprocess.Popen(
         command, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True, **streams
     )
@@ -94,8 +95,8 @@ def test_a_server_goes_on_without_its_ready_message(is_closed: bool) -> None:
     port = free_port()
     flags = ("serve", "--port", str(port), "--num-threads", "1", "--num-pages", "256")
     with FULL.open("w") as full:
-        streams = {"preexec_fn": close_stdout} if is_closed else {"stdout": full}
-        with start(*flags, **streams) as process:
+        module = WITHOUT_STDOUT if is_closed else "moe_serve"
+        with start(*flags, module=module, stdout=full) as process:
             try:
                 for _ in range(2):
                     answer = answer_of(port, process)

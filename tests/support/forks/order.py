@@ -25,6 +25,7 @@ WORKERS = (
     "moe_serve.cluster.ranks.attention_shard",
     "moe_serve.planning.exchange_timing",
 )
+WITHOUT_STDOUT = "tests.support.forks.without_stdout"
 _IN_NAMESPACE = ("ip", "netns", "exec")
 _PROGRAMS = (
     *WORKERS,
@@ -36,6 +37,8 @@ _PROGRAMS = (
     "tests.support.engine.disk_writer",
     "tests.support.engine.draw_faults",
     "tests.support.http.serve_fake",
+    "tests.support.kernels.loaded_on_cpu",
+    WITHOUT_STDOUT,
 )
 
 
