@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(400)  # processes start again and again
 VOCAB_SIZE = 4096  # of the demonstration model
 DETECTED_S, SERVING_S = 1.0, 5.0  # what a kill may take, with the demonstration model
 OF = fault_config(2, 3, heartbeat_s=1.5)
-WANTED = requests(8, VOCAB_SIZE, num_tokens=14)
+WANTED = requests(8, VOCAB_SIZE, num_tokens=30)
 
 
 @pytest.fixture(scope="module")

@@ -290,7 +290,7 @@ def test_steps_that_fail_as_a_whole(attention: int, experts: int) -> None:
 @pytest.mark.parametrize("after_steps", [8, 14])
 def test_a_rank_is_killed_while_a_step_is_ahead(victim: str, after_steps: int) -> None:
     of = fault_config(2, 3)
-    wanted = wanted_of(8, 16)
+    wanted = wanted_of(8, 20)
     expected = undisturbed(of, wanted)
     with counted() as sent, FaultDrive(of, ThreadStarter) as drive:
 

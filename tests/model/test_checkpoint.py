@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_serve.errors import CheckpointError
-from moe_serve.model.checkpoint.checkpoint import demo_model_folder
+from moe_serve.model.checkpoint import safetensors_file
+from moe_serve.model.checkpoint.checkpoint import Checkpoint, demo_model_folder
 from moe_serve.model.families import FAMILIES
 from moe_serve.model.load.loader import ModelLoader
 
@@ -210,3 +211,15 @@ def test_the_demonstration_model_is_small_and_complete(tmp_path: Path) -> None:
     assert spec.num_layers >= 6
     shutil.copytree(folder, tmp_path / "copy")
     assert ModelLoader(tmp_path / "copy").spec == spec
+
+
+def test_a_copying_checkpoint_reads_no_header_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = Checkpoint(folder)
+    mapped = checkpoint.view(ROUTER)
+    monkeypatch.setattr(safetensors_file, "_read_headers", None)
+    with checkpoint.copying() as copying:
+        first, second = copying.view(ROUTER), copying.view(ROUTER)
+        assert torch.equal(first, mapped) and first.data_ptr() != second.data_ptr()
+    assert checkpoint.view(ROUTER).data_ptr() == mapped.data_ptr(), "the map is still there"

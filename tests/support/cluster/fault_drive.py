@@ -137,7 +137,7 @@ class FaultDrive:
 
 VOCAB_SIZE = 4096  # of the demonstration model
 OF = fault_config(2, 3)
-WANTED = requests(8, VOCAB_SIZE, num_tokens=6)
+WANTED = requests(8, VOCAB_SIZE, num_tokens=10)
 
 
 @contextmanager
