@@ -127,8 +127,8 @@ def test_a_method_that_ranks_cannot_run(
 @pytest.mark.parametrize("share", [None, 0.5])
 def test_the_model_itself(share: float | None) -> None:
     """With all experts in memory, and with half of them. Also with few pages."""
-    of = config(0, 0, 1)
-    expected = colocated(of, wanted())
+    of, asked = config(0, 0, 1), wanted(num_tokens=24)
+    expected = colocated(of, asked)
     section = SpeculationConfig(method="self", is_adaptive=False, self_experts=2)
     if share is not None:
         num_bytes = int(share * 6 * 32 * 3 * 256 * 96 * 2)
@@ -136,9 +136,9 @@ def test_the_model_itself(share: float | None) -> None:
     engine = build_engine(replace(of, speculation=section)).engine
     try:
         if share is None:
-            assert twice(engine, wanted()) == [expected, expected]
+            assert twice(engine, asked) == [expected, expected]
         else:  # every draft of it loads experts again, which takes long
-            assert serve(engine, wanted()) == expected
+            assert serve(engine, asked) == expected
         counts = engine.stats().counts.drafts.by_source["self"]
         assert counts.num_accepted > 30, f"{counts}"
         load = engine.stats().load
