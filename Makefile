@@ -12,6 +12,9 @@ COMPILE = $(BIN)/python -m compileall -q -j 0 -x '$(SELDOM)' $(VENV)/lib >/dev/n
 # torch and sympy are a quarter of it: another core compiles them while pip installs the rest.
 COMPILE_TORCH = nice $(BIN)/python -m compileall -q -x '$(SELDOM)' \
   $(VENV)/lib/python*/site-packages/torch $(VENV)/lib/python*/site-packages/sympy >/dev/null 2>&1
+# The CPU kernels, which the first start would build otherwise: they need torch and a C++ compiler only.
+BUILD_KERNELS = PYTHONPATH=kernels nice $(BIN)/python -W ignore -c \
+  'from moe_kernels.cpu.cpu_library import load_cpu_library as load; load()' >/dev/null 2>&1
 
 .DEFAULT_GOAL := help
 .PHONY: help serve chat doctor test test-fast test-all check docs gpu-bench install install-test clean
@@ -65,12 +68,14 @@ $(VENV)/.base: pyproject.toml
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.base
-	$(COMPILE_TORCH) & $(BIN)/python -m pip install --quiet --no-compile -e .; status=$$?; wait; exit $$status
+	$(COMPILE_TORCH) & $(BUILD_KERNELS) & $(BIN)/python -m pip install --quiet --no-compile -e .; status=$$?; \
+	  wait; exit $$status
 	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.base
-	$(COMPILE_TORCH) & $(BIN)/python -m pip install --quiet --no-compile -e ".[test]"; status=$$?; wait; exit $$status
+	$(COMPILE_TORCH) & $(BUILD_KERNELS) & $(BIN)/python -m pip install --quiet --no-compile -e ".[test]"; status=$$?; \
+	  wait; exit $$status
 	@$(COMPILE)
 	@touch $@ $(VENV)/.installed
 

@@ -34,7 +34,7 @@ WAITING = tuple(
     )
 )  # fmt: skip
 _SLOW_FILES = Path(__file__).resolve().parents[2] / "slow_files.txt"
-_WAITING_WORKERS = 3
+_WAITING_WORKERS = 2
 _MOST_WORKERS = 8
 _PATIENCE_S = 20.0  # for workers that are interrupted and end their servers
 
