@@ -12,7 +12,7 @@ COMPILE = $(BIN)/python -m compileall -q -j 0 -x '$(SELDOM)' $(VENV)/lib >/dev/n
 # torch and sympy are a quarter of it: another core compiles them while pip installs the rest.
 COMPILE_TORCH = nice $(BIN)/python -m compileall -q -x '$(SELDOM)' \
   $(VENV)/lib/python*/site-packages/torch $(VENV)/lib/python*/site-packages/sympy >/dev/null 2>&1
-# The CPU kernels, which the first start would build otherwise: they need torch and a C++ compiler only.
+# The CPU kernels, which the first start would build otherwise: they need torch, numpy and a C++ compiler only.
 BUILD_KERNELS = PYTHONPATH=kernels nice $(BIN)/python -W ignore -c \
   'from moe_kernels.cpu.cpu_library import load_cpu_library as load; load()' >/dev/null 2>&1
 
@@ -56,7 +56,7 @@ install: $(VENV)/.installed ## create .venv and install the server
 
 install-test: $(VENV)/.installed-test ## create .venv and install the server with the test extra
 
-# torch is installed first and alone, so that later installations keep the build that pip chose for this machine.
+# torch is installed first, so that later installations keep the build that pip chose for this machine.
 # When pyproject.toml changes, it is newer than each stamp file, and pip runs again.
 $(VENV)/.base: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -64,7 +64,7 @@ $(VENV)/.base: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "$(PYTHON) cannot make a virtual environment; install its venv module (Debian and Ubuntu: apt install python3-venv)." >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --no-compile "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --no-compile "$(TORCH)" numpy
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.base
