@@ -35,7 +35,7 @@ doctor: $(VENV)/.installed ## show this machine's hardware, the usable backends,
 test: $(VENV)/.installed-test ## install the test extra, and run the whole test suite
 	@scripts/test $(ARGS)
 
-test-fast: $(VENV)/.installed-test ## run the quick half of the suite: about two minutes on two cores
+test-fast: $(VENV)/.installed-test ## run the quick half of the suite: 75 seconds on two quiet cores
 	@scripts/test --fast $(ARGS)
 
 test-all: $(VENV)/.installed-test ## run the suite with every case of sampled tests: for a night
