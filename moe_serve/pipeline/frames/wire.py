@@ -1,4 +1,4 @@
-"""Lays out the frames that attention and expert ranks exchange. A frame is a header and rows.
+"""Lays out the frames that attention and expert ranks exchange: a header, then rows.
 
 T rows are planned for the exchange, and n of them are sent. K: experts of a row; E: all experts;
 D: width of the model.
