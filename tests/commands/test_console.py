@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ from rich.table import Table
 from moe_serve.cli.console import optional_output, wide_console
 from moe_serve.cli.main import main
 from tests.support.forks.order import WITHOUT_STDOUT
-from tests.support.server.server_process import ROOT, server_environment
+from tests.support.server.server_process import ROOT, port_of_ones_own, server_environment
 
 FULL = Path("/dev/full")
 pytestmark = [
@@ -67,13 +66,6 @@ def test_a_closed_output_is_fine() -> None:
     assert (process.returncode, said) == (0, "")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def answer_of(port: int, process: subprocess.Popen[str]) -> httpx.Response:
     deadline = time.monotonic() + 200
     while True:
@@ -92,7 +84,7 @@ def answer_of(port: int, process: subprocess.Popen[str]) -> httpx.Response:
 
 @pytest.mark.parametrize("is_closed", [False, True], ids=["full", "closed"])
 def test_a_server_goes_on_without_its_ready_message(is_closed: bool) -> None:
-    port = free_port()
+    port = port_of_ones_own()
     flags = ("serve", "--port", str(port), "--num-threads", "1", "--num-pages", "256")
     with FULL.open("w") as full:
         module = WITHOUT_STDOUT if is_closed else "moe_serve"

@@ -102,12 +102,12 @@ def test_a_working_folder_that_is_gone_is_a_sentence(
 def test_the_limits_of_this_machine() -> None:
     facts = machine_limits.limits()
     assert facts["open_files"] is None or int(str(facts["open_files"])) > 0
-    port = port_of_ones_own()
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", port))
+        taken.bind(("127.0.0.1", 0))
         taken.listen()
-        assert machine_limits.network("127.0.0.1", port)["port"] == "taken by another program"
-    assert machine_limits.network("127.0.0.1", port)["port"] == "free"
+        in_use = machine_limits.network(*taken.getsockname())
+    assert in_use["port"] == "taken by another program"
+    assert machine_limits.network("127.0.0.1", port_of_ones_own())["port"] == "free"
     for host in ("999.1.1.1", "127..0.1"):
         assert "not usable" in str(machine_limits.network(host, 1)["port"])
     assert machine_limits.network("127.0.0.1", 0)["port"] == "any free one"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import random
 import re
@@ -17,21 +16,27 @@ from pathlib import Path
 
 import httpx
 
-# Below those that kernels hand out: no socket of anybody that asks for any port gets it meanwhile.
-_FIRST, _END = 20_000, 30_000
-_ports = itertools.cycle(range(_FIRST, _END))
-_start = random.SystemRandom().randrange(_END - _FIRST)  # another one in each process
-next(itertools.islice(_ports, _start, _start), None)
+# Below those that kernels hand out: a socket that asks for any free port does not get one of them.
+_PORTS = range(10_000, 16_000)
 
 
 def port_of_ones_own() -> int:
-    """Returns a port that is free now; each call returns another one."""
-    for port in _ports:
+    """Returns a port that is free now. No other call returns it, in this process and in others,
+    until the process ends."""
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
+            _reserve(port)
             return port
-    raise AssertionError("the ports do not end")
+    raise AssertionError("no port is free")
+
+
+def _reserve(port: int) -> None:
+    """Takes a name that exists once on this machine; raises `OSError` where it is taken already."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lock:
+        if sys.platform == "linux":
+            lock.bind(f"\0moe-serve-test-port-{port}")
+            lock.detach()  # open until the process ends
 
 
 ROOT = Path(__file__).resolve().parents[3]
