@@ -15,9 +15,9 @@ static inline int64_t first_largest(const T* row, int64_t count) {
   int64_t n = 0, found = 0;
   for (; n + 16 <= count; n += 16) {
     f32x16 v = load16(row + n);
-    i32x16 is_larger = v > best;
+    const auto is_larger = v > best;
     best = select(is_larger, v, best);
-    at = is_larger ? i32x16{} + (int32_t)n : at;
+    at = select(is_larger, i32x16{} + (int32_t)n, at);
   }
   float most = largest(best);
   if (most > kLeast) {

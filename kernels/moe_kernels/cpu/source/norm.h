@@ -31,7 +31,7 @@ static inline void clip_row(T* row, int64_t count, float bound) {
 }
 
 // Rotate the first `count` values by halves: x cos + swap(x) sin, the minus sign being in the
-// sine's first half; the rest of the head is copied.
+// sine's first half; the rest of the head is copied. The first product is the fused one.
 template <class T>
 static inline void rotate(const T* x, const float* cos, const float* sin, float* out,
                           int64_t count, int64_t dim) {
@@ -39,7 +39,7 @@ static inline void rotate(const T* x, const float* cos, const float* sin, float*
   if (count % 32 == 0)
     for (; d < count; d += 16) {
       f32x16 swapped = load16(x + (d < half ? d + half : d - half));
-      store16(out + d, load16(x + d) * load16(cos + d) + swapped * load16(sin + d));
+      store16(out + d, multiply_add(load16(x + d), load16(cos + d), swapped * load16(sin + d)));
     }
   for (; d < count; ++d) {
     float swapped = load_some(x + (d < half ? d + half : d - half), 1)[0];

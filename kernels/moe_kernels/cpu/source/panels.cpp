@@ -2,14 +2,18 @@
 
 #include "panels.h"
 
-// The processor's own vectors, and as many accumulators as fill its registers: 6 x 4 of 32 with
-// AVX-512, 6 x 2 of 16 with AVX.
+// The processor's own vectors, and the most rows of a tile. The sums of 6 rows and 4 panels fill
+// the 32 registers of AVX-512; with the 16 of AVX, more rows have fewer panels, and pairs of bf16,
+// which are widened first, need registers too.
 #if defined(__AVX512F__)
-constexpr int kWidth = 16, kTileRows = 6, kTilePanels = 4;
+constexpr int kWidth = 16;
+template <class T> constexpr int kTileRows = 6;
 #elif defined(__AVX__)
-constexpr int kWidth = 8, kTileRows = 6, kTilePanels = 1;
+constexpr int kWidth = 8;
+template <class T> constexpr int kTileRows = sizeof(T) == 4 ? 6 : 4;
 #else
-constexpr int kWidth = 4, kTileRows = 3, kTilePanels = 1;
+constexpr int kWidth = 4;
+template <class T> constexpr int kTileRows = 3;
 #endif
 typedef float Floats __attribute__((vector_size(4 * kWidth)));
 typedef uint32_t Units __attribute__((vector_size(4 * kWidth)));
@@ -22,23 +26,90 @@ static inline V load(const P* p) {
   return v;
 }
 
-static inline Floats add_product(Floats sum, uint32_t row, Units column, const float*) {
-  float value;
-  memcpy(&value, &row, sizeof value);
-  return sum + (Floats)column * value;
+// Keeps the compiler from knowing a value. It would widen a row's pair as an integer and broadcast
+// both halves, and keep what it can load again in registers that sums need.
+static inline void hide(Units& value) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(value));
+#elif defined(__AVX__)
+  asm("" : "+x"(value));
+#endif
 }
 
-static inline Floats add_product(Floats sum, uint32_t row, Units column, const bf16*) {
+// Lets nothing be loaded from these places before `sum` is there: values that are loaded early take
+// registers that sums need.
+static inline void load_after(Floats sum, int64_t& at, const uint32_t*& w) {
+#if defined(__AVX512F__)
+  asm("" : "+r"(at), "+r"(w) : "v"(sum));
+#elif defined(__AVX__)
+  asm("" : "+r"(at), "+r"(w) : "x"(sum));
+#endif
+}
+
+// sums[m][n] += row(m) * column(n), with the fewer of both kept in registers.
+template <int MR, int NV, class Row, class Column>
+static inline void multiply_add(Floats (&sums)[MR][NV], const Row& row, const Column& column) {
+  Floats kept[MR < NV ? MR : NV];
+  if constexpr (MR < NV) {
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; ++m) kept[m] = row(m);
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; ++n) {
+      const Floats values = column(n);
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; ++m) sums[m][n] += values * kept[m];
+    }
+  } else {
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; ++n) kept[n] = column(n);
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; ++m) {
+      const Floats value = row(m);
+#pragma GCC unroll 8
+      for (int n = 0; n < NV; ++n) sums[m][n] += kept[n] * value;
+    }
+  }
+}
+
+// Adds one unit of MR rows times one of NV vectors of columns; `column(n)` loads the latter.
+template <int MR, int NV, class Row>
+static inline void add_products(Floats (&sums)[MR][NV], const Row& row, int64_t at,
+                                const uint32_t* w, const float*) {
+  multiply_add<MR, NV>(
+      sums, [&](int m) { return (Floats)(Units{} + row(m, at)); },
+      [&](int n) { return load<Floats>(w + n * kWidth); });
+}
+
+// The even value of each pair before the odd one: together they need too many registers.
+template <int MR, int NV, class Row>
+static inline void add_products(Floats (&sums)[MR][NV], const Row& row, int64_t at,
+                                const uint32_t* w, const bf16*) {
 #if defined(__AVX512BF16__)
-  __m512i pair = _mm512_set1_epi32((int)row);
-  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pair, (__m512bh)column);
+  Units columns[NV];
+#pragma GCC unroll 8
+  for (int n = 0; n < NV; ++n) columns[n] = load<Units>(w + n * kWidth);
+#pragma GCC unroll 8
+  for (int m = 0; m < MR; ++m) {
+    const __m512i pair = _mm512_set1_epi32((int)row(m, at));
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; ++n)
+      sums[m][n] =
+          (Floats)_mm512_dpbf16_ps((__m512)sums[m][n], (__m512bh)pair, (__m512bh)columns[n]);
+  }
 #else
-  uint32_t halves[2] = {row << 16, row & 0xffff0000u};
-  float even, odd;
-  memcpy(&even, &halves[0], sizeof even);
-  memcpy(&odd, &halves[1], sizeof odd);
-  sum += (Floats)(column << 16) * even;
-  return sum + (Floats)(column & 0xffff0000u) * odd;
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    const auto widen = [&](Units pairs) {
+      return (Floats)(half ? pairs & 0xffff0000u : pairs << 16);
+    };
+    if (half) load_after(sums[MR - 1][NV - 1], at, w);
+    const auto wide_row = [&](int m) {
+      Units pairs = Units{} + row(m, at);
+      hide(pairs);
+      return widen(pairs);
+    };
+    multiply_add<MR, NV>(sums, wide_row, [&](int n) { return widen(load<Units>(w + n * kWidth)); });
+  }
 #endif
 }
 
@@ -73,24 +144,13 @@ static void tile(const T* const* rows, int64_t width, const uint32_t* w, int64_t
   int64_t whole = width / kUnit<T>;
   for (int64_t u = 0; u < whole; ++u) {
     ahead.fetch();
-    Units columns[NV];
-#pragma GCC unroll 4
-    for (int n = 0; n < NV; ++n) columns[n] = load<Units>(w + n * kWidth);
-#pragma GCC unroll 8
-    for (int m = 0; m < MR; ++m) {
-      uint32_t row;
-      memcpy(&row, a[m] + u * kUnit<T>, sizeof row);
-#pragma GCC unroll 4
-      for (int n = 0; n < NV; ++n)
-        sums[m][n] = add_product(sums[m][n], row, columns[n], (const T*)nullptr);
-    }
+    add_products(sums, [&](int m, int64_t at) { return load<uint32_t>(a[m] + at); }, u * kUnit<T>,
+                 w, (const T*)nullptr);
     w += step;
   }
   if (whole * kUnit<T> < width)
-    for (int m = 0; m < MR; ++m)
-      for (int n = 0; n < NV; ++n)
-        sums[m][n] = add_product(sums[m][n], load_unit(a[m] + width - 1, 1),
-                                 load<Units>(w + n * kWidth), (const T*)nullptr);
+    add_products(sums, [&](int m, int64_t at) { return load_unit(a[m] + at, 1); }, width - 1, w,
+                 (const T*)nullptr);
   for (int m = 0; m < MR; ++m)
     for (int n = 0; n < NV; ++n)
       memcpy(c + m * row_step + n * kWidth, &sums[m][n], sizeof(Floats));
@@ -100,28 +160,34 @@ template <class T>
 using Tile = void (*)(const T* const*, int64_t, const uint32_t*, int64_t, float*, int64_t, bool,
                       Ahead);
 
-template <class T, int MR>
-static constexpr Tile<T> tile_of(int64_t num_panels) {
+// How many panels the largest tile of some rows has.
+static constexpr int most_panels(int num_rows) {
 #if defined(__AVX512F__)
-  if (num_panels == 4) return tile<T, MR, 4>;
-  if (num_panels == 3) return tile<T, MR, 3>;
-  if (num_panels == 2) return tile<T, MR, 2>;
+  return 4;
+#elif defined(__AVX__)
+  return num_rows == 1 ? 4 : num_rows <= 3 ? 2 : 1;
+#else
+  return 1;
 #endif
+}
+
+template <class T, int MR>
+static Tile<T> tile_with(int64_t num_panels) {
+  constexpr int kMost = most_panels(MR);
+  if constexpr (kMost > 3)
+    if (num_panels == 4) return tile<T, MR, 4 * kPanelVectors>;
+  if constexpr (kMost > 2)
+    if (num_panels == 3) return tile<T, MR, 3 * kPanelVectors>;
+  if constexpr (kMost > 1)
+    if (num_panels == 2) return tile<T, MR, 2 * kPanelVectors>;
   return tile<T, MR, kPanelVectors>;
 }
 
-template <class T>
+template <class T, int MR = kTileRows<T>>
 static Tile<T> tile_of(int64_t num_rows, int64_t num_panels) {
-  switch (num_rows) {
-#if defined(__AVX__)
-    case 6: return tile_of<T, 6>(num_panels);
-    case 5: return tile_of<T, 5>(num_panels);
-    case 4: return tile_of<T, 4>(num_panels);
-#endif
-    case 3: return tile_of<T, 3>(num_panels);
-    case 2: return tile_of<T, 2>(num_panels);
-    default: return tile_of<T, 1>(num_panels);
-  }
+  if constexpr (MR > 1)
+    if (num_rows < MR) return tile_of<T, MR - 1>(num_rows, num_panels);
+  return tile_with<T, MR>(num_panels);
 }
 
 constexpr int64_t kUnitsAhead = 16;
@@ -130,18 +196,20 @@ template <class T>
 void multiply_rows(const T* const* rows, int64_t num_rows, int64_t width, const uint32_t* w,
                    int64_t step, int64_t num_panels, float* c, int64_t row_step, bool is_added,
                    Prefetch next) {
-  int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
-  int64_t share = next.bytes / num_tiles, pass = kLineBytes * units<T>(width);
-  int64_t lines = (share + pass - 1) / pass;
-  for (int64_t n = 0; n < num_panels; n += kTilePanels) {
-    int64_t wide = std::min<int64_t>(kTilePanels, num_panels - n);
-    for (int64_t i = 0, m = 0; i < num_tiles; ++i) {  // tiles as equal as can be
-      int64_t count = (num_rows - m + num_tiles - i - 1) / (num_tiles - i);
+  const int64_t row_tiles = (num_rows + kTileRows<T> - 1) / kTileRows<T>;
+  const int64_t most = most_panels((num_rows + row_tiles - 1) / row_tiles);
+  const int64_t num_tiles = row_tiles * ((num_panels + most - 1) / most);
+  const int64_t share = next.bytes / num_tiles, pass = kLineBytes * units<T>(width);
+  const int64_t lines = std::min<int64_t>((share + pass - 1) / pass, 4);
+  for (int64_t n = 0, t = 0; n < num_panels; n += most) {
+    int64_t wide = std::min<int64_t>(most, num_panels - n);
+    for (int64_t i = 0, m = 0; i < row_tiles; ++i, ++t) {  // tiles as equal as can be
+      int64_t count = (num_rows - m + row_tiles - i - 1) / (row_tiles - i);
       const uint32_t* columns = w + n * kLanes;
       const char* own = (const char*)(columns + kUnitsAhead * step);
       Ahead ahead{own, own + 4 * step * units<T>(width), 4};
-      if (next.bytes)
-        ahead = {next.data + share * i, next.data + share * (i + 1), (int)std::min<int64_t>(lines, 4)};
+      if (share && num_tiles > 1)
+        ahead = {next.data + share * t, next.data + share * (t + 1), (int)lines};
       tile_of<T>(count, wide)(rows + m, width, columns, step, c + m * row_step + n * kLanes,
                               row_step, is_added, ahead);
       m += count;

@@ -89,11 +89,11 @@ static void pack_panel(const T* rows, int64_t row_step, int64_t num_rows, int64_
 template <class T, class Row, class Store>
 static void multiply_group(Group g, const uint32_t* next, int64_t width, int64_t num_rows,
                            const Row& row, const Store& store) {
-  constexpr int64_t kChunk = 24, kFewRows = 6;
+  constexpr int64_t kChunk = 24;
   alignas(64) float c[kChunk * kGroupColumns];
   const T* rows[kChunk];
   int64_t bytes = g.panels * kLanes * units<T>(width) * sizeof(uint32_t);
-  if (num_rows <= kFewRows || !next) bytes = 0;
+  if (!next) bytes = 0;
   int64_t chunks = (num_rows + kChunk - 1) / kChunk;
   Prefetch ahead{(const char*)next, 0};
   for (int64_t m = 0; chunks; --chunks) {

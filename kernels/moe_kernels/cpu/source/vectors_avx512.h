@@ -3,6 +3,69 @@
 
 #include <immintrin.h>
 
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef float f32x8 __attribute__((vector_size(32)));
+typedef double f64x8 __attribute__((vector_size(64)));
+
+static inline f32x16 splat(float value) { return f32x16{} + value; }
+
+template <class V>
+static inline V select(i32x16 mask, V yes, V no) { return mask ? yes : no; }
+
+static inline f32x16 load16(const float* p) {
+  f32x16 v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+static inline void store16(float* p, f32x16 v) { memcpy(p, &v, sizeof v); }
+
+static inline u32x16 load_units16(const uint32_t* p) {
+  u32x16 v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+static inline f64x8 load8_wide(const float* p) {
+  f32x8 v;
+  memcpy(&v, p, sizeof v);
+  return __builtin_convertvector(v, f64x8);
+}
+
+static inline void store8(double* p, f64x8 v) { memcpy(p, &v, sizeof v); }
+
+static inline void store8(float* p, f64x8 v) {  // rounded
+  f32x8 narrow = __builtin_convertvector(v, f32x8);
+  memcpy(p, &narrow, sizeof narrow);
+}
+
+static inline f32x16 to_floats(i32x16 v) { return __builtin_convertvector(v, f32x16); }
+static inline i32x16 to_ints(f32x16 v) { return __builtin_convertvector(v, i32x16); }  // towards 0
+
+// Sixteen of 16 bits or 8 bits -> lanes, and back. (GCC converts bytes one by one.)
+static inline u32x16 widened_bytes(const void* from) {
+  return (u32x16)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+}
+
+static inline u32x16 widened_halves(const void* from) {
+  return (u32x16)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+}
+
+static inline i32x16 signed_bytes(i8x16 v) { return (i32x16)_mm512_cvtepi8_epi32((__m128i)v); }
+
+static inline u16x16 narrow_halves(u32x16 v) { return __builtin_convertvector(v, u16x16); }
+
+static inline i8x16 to_bytes(i32x16 v) { return (i8x16)_mm512_cvtepi32_epi8((__m512i)v); }
+
+// fp32 -> bf16 in the low halves of the lanes, to nearest even; a NaN stays a NaN.
+static inline u32x16 bf16_bits(f32x16 v) {
+  u32x16 bits = (u32x16)v;
+  u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return v != v ? (bits >> 16) | 0x40 : rounded;
+}
+
 static inline f32x16 load16(const bf16* p) {
   __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
   return (f32x16)_mm512_slli_epi32(wide, 16);
@@ -30,6 +93,12 @@ static inline f32x16 store_rounded(bf16* p, f32x16 v) {
   __m256i half = to_bf16(v);
   _mm256_storeu_si256((__m256i*)p, half);
   return (f32x16)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+}
+
+static inline f32x16 round_to(const bf16*, f32x16 v) {
+  bf16 h[16];
+  store16(h, v);
+  return load16(h);
 }
 
 static inline __mmask16 first_lanes(int64_t count) { return (__mmask16)((1u << count) - 1); }
@@ -75,6 +144,37 @@ static inline f32x16 scale_by_power(f32x16 x, f32x16 n) {  // x 2^n
 // Lane i is table[index[i] mod 16].
 static inline f32x16 look_up(const float* table, u32x16 index) {
   return (f32x16)_mm512_permutexvar_ps((__m512i)index, _mm512_loadu_ps(table));
+}
+
+// Of each eight lanes 0, 4, 1, 5, 2, 6, 3, 7.
+static inline i32x16 fours_mixed(i32x16 v) {
+  return __builtin_shuffle(v, i32x16{0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15});
+}
+
+// Lanes further up come down.
+template <class V>
+static inline V down8(V v) { return __builtin_shuffle(v, i32x16{8, 9, 10, 11, 12, 13, 14, 15}); }
+template <class V>
+static inline V down4(V v) { return __builtin_shuffle(v, i32x16{4, 5, 6, 7}); }
+template <class V>
+static inline V down2(V v) { return __builtin_shuffle(v, i32x16{2, 3}); }
+
+// The lanes' sum, by distances 8, 4, 2, 1.
+template <class V>
+static inline auto fold(V v) {
+  v += down8(v);
+  v += down4(v);
+  v += down2(v);
+  return v[0] + v[1];
+}
+
+template <class V>
+static inline auto largest(V v) {
+  V most = v, other = down8(v);
+  most = most > other ? most : other, other = down4(most);
+  most = most > other ? most : other, other = down2(most);
+  most = most > other ? most : other;
+  return most[0] > most[1] ? most[0] : most[1];
 }
 
 // x[i] lane j <-> x[j] lane i: within every four lanes first, then the fours.

@@ -40,10 +40,9 @@ static inline void scale_scores(Workspace<T>& work, int64_t row, int64_t num_pan
   float *scores = work.scores + row * kKeys, *seconds = work.second_scores + row * kKeys;
   auto product = [&](const float* at, int part) {
     if constexpr (!kUsesDigits<T, R>) return load16(at);
-    i32x16 whole;
-    memcpy(&whole, at, sizeof whole);
+    i32x16 whole = (i32x16)load_units16((const uint32_t*)at);
     whole -= work.query_biases[2 * row + part];
-    return __builtin_convertvector(whole, f32x16) * work.query_scales[row];
+    return to_floats(whole) * work.query_scales[row];
   };
   for (int64_t k = 0; k < num_panels * kLanes; k += kLanes) {
     f32x16 s = product(scores + k, 0) * load16(work.key_scales + k);
@@ -177,9 +176,7 @@ class BlockProducts {
                              value_width, num_columns, work_.products, value_width);
       for (int64_t r = 0; r < num_rows; ++r)
         for (int64_t at = r * value_width; at < (r + 1) * value_width; at += kLanes) {
-          i32x16 whole;
-          memcpy(&whole, work_.products + at, sizeof whole);
-          f32x16 product = __builtin_convertvector(whole, f32x16);
+          f32x16 product = to_floats((i32x16)load_units16((uint32_t*)work_.products + at));
           store16(work_.sums + at, multiply_add(product, splat(work_.weight_scales[r]),
                                                 load16(work_.sums + at)));
         }

@@ -156,7 +156,7 @@ static inline QueryDigits put_query(const T* q, int64_t width, int64_t split, in
     i32x16 sum = {};
     for (int64_t d = from; d < to; d += kLanes, high += kLanes, low += kLanes) {
       f32x16 x = is_usable ? load_up_to(q + d, to - d) * factor : f32x16{};
-      i32x16 v = __builtin_convertvector(round16(x), i32x16);
+      i32x16 v = to_ints(round16(x));
       i32x16 least = ((v + 128) & 255) - 128;
       put_digits((v - least) >> 8, least, high, low);
       sum += v;
@@ -178,7 +178,7 @@ static inline float put_weights(const f32x16* w, int8_t* high, int8_t* low) {
   float factor = is_usable ? 65535.0f / top : 0.0f;
 #pragma GCC unroll 4
   for (int n = 0; n < PANELS; ++n) {
-    i32x16 v = __builtin_convertvector(round16(w[n] * factor), i32x16);
+    i32x16 v = to_ints(round16(w[n] * factor));
     put_digits(v >> 8, v & 255, high + n * kLanes, low + n * kLanes);
   }
   return is_usable ? top / 65535.0f : 0.0f;

@@ -122,8 +122,6 @@ static inline void fetch_rows(const Rows<R>& rows, int64_t row, int64_t width, i
   if (rows.scales) __builtin_prefetch(rows.scales + row * num_scales);
 }
 
-static inline i32x16 lanes() { return i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
-
 // The first and the second scale of 16 rows; the second are the zeros of 4 bits.
 struct ScalePair {
   f32x16 first, second;
@@ -131,8 +129,7 @@ struct ScalePair {
 
 static inline ScalePair scale_pair(const bf16* scales, int64_t per_row) {
   if (per_row == 1) return {load16(scales), f32x16{}};
-  u32x16 both;
-  memcpy(&both, scales, sizeof both);
+  u32x16 both = load_units16((const uint32_t*)scales);
   return {(f32x16)(both << 16), (f32x16)(both & 0xffff0000u)};
 }
 

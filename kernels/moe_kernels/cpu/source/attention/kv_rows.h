@@ -19,8 +19,6 @@ struct KVPages {  // mirrored in native_attention.py
   int64_t rotation;                 // width of the Hadamard matrices of queries and keys, 0: none
 };
 
-typedef int8_t i8x16 __attribute__((vector_size(16)));
-
 struct Nibbles {  // two numbers of a row: that of its first half in the low bits
   uint8_t byte;
 };
@@ -60,8 +58,7 @@ static inline RowRange range_of(const float* x, int64_t width) {
   f32x16 least = splat(INFINITY), most = splat(-INFINITY), zero = {};
   for (int64_t d = 0; d < width; d += 16) {
     f32x16 v = load_up_to(x + d, width - d);
-    if (width - d < 16) v = select(i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} <
-                                       (int32_t)(width - d), v, splat(x[0]));
+    if (width - d < 16) v = select(lanes() < (int32_t)(width - d), v, splat(x[0]));
     least = -maximum(-v, -least), most = maximum(v, most), zero += v - v;
   }
   return {-largest(-least), largest(most), fold(zero) == 0};
@@ -74,7 +71,7 @@ static inline void put_numbers(const float* x, int64_t width, float scale, float
     int64_t count = std::min<int64_t>(16, width - d);
     f32x16 v = (load_up_to(x + d, count) - zero) / scale;
     v = clamp_nan_stays(round16(v) + shift, least, most);
-    i8x16 numbers = __builtin_convertvector(__builtin_convertvector(v, i32x16), i8x16);
+    i8x16 numbers = to_bytes(to_ints(v));
     memcpy(out + d, &numbers, count);
   }
 }
@@ -118,7 +115,7 @@ static inline const int8_t* numbers_of(const Nibbles* row, int64_t width, int8_t
 }
 
 static inline u32x16 float_bits(i32x16 numbers) {
-  return (u32x16)__builtin_convertvector(numbers, f32x16);
+  return (u32x16)to_floats(numbers);
 }
 
 // Byte `k` of each lane as bits of a float.
@@ -160,7 +157,7 @@ static inline u32x16 number_bits(const int8_t* row, int64_t count) {
   i8x16 numbers = {};
   if (count >= 16) memcpy(&numbers, row, 16);
   else memcpy(&numbers, row, count);
-  return float_bits(__builtin_convertvector(numbers, i32x16));
+  return float_bits(signed_bytes(numbers));
 }
 
 // One unit of each of `width` columns, from one or two rows of whole numbers.

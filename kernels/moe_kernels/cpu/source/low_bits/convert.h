@@ -5,8 +5,7 @@
 #include "form.h"
 
 // 16-bit floats in the low halves of the lanes -> fp32, and back (to nearest even).
-#if defined(__AVX512F__)
-#include <immintrin.h>
+#if HAS_AVX512
 static inline f32x16 from_half(u32x16 h) {
   return (f32x16)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)h));
 }
@@ -16,31 +15,23 @@ static inline f32x16 round_to_half(f32x16 v) {
       _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 #elif defined(__F16C__) && defined(__AVX2__)
-#include <immintrin.h>
 static inline f32x16 from_half(u32x16 h) {
-  u16x16 narrow = __builtin_convertvector(h, u16x16);
-  __m128i parts[2];
-  memcpy(parts, &narrow, sizeof narrow);
-  __m256 wide[2] = {_mm256_cvtph_ps(parts[0]), _mm256_cvtph_ps(parts[1])};
-  f32x16 v;
-  memcpy(&v, wide, sizeof v);
-  return v;
+  const __m256i narrow = (__m256i)narrow_halves(h);
+  return {(f32x8)_mm256_cvtph_ps(_mm256_castsi256_si128(narrow)),
+          (f32x8)_mm256_cvtph_ps(_mm256_extracti128_si256(narrow, 1))};
 }
 
 static inline f32x16 round_to_half(f32x16 v) {
-  __m256 wide[2];
-  memcpy(wide, &v, sizeof v);
-  for (__m256& part : wide)
-    part = _mm256_cvtph_ps(_mm256_cvtps_ph(part, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-  memcpy(&v, wide, sizeof v);
-  return v;
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {(f32x8)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)v.low, kNearest)),
+          (f32x8)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)v.high, kNearest))};
 }
 #else
 static inline f32x16 from_half(u32x16 h) {
   u32x16 size = h & 0x7fff, sign = (h & 0x8000) << 16;
   f32x16 v = (f32x16)(size << 13) * 0x1p112f;  // denormals of fp16 too
   u32x16 special = (size << 13) | 0x7f800000u;
-  return (f32x16)((size >= 0x7c00 ? special : (u32x16)v) | sign);
+  return (f32x16)(select(size >= 0x7c00, special, (u32x16)v) | sign);
 }
 
 static inline float round_to_half(float v) {
@@ -66,66 +57,12 @@ static inline f32x16 round_to_half(f32x16 v) {
 }
 #endif
 
-// fp32 -> bf16 in the low halves of the lanes, to nearest even; a NaN stays a NaN.
-static inline u32x16 bf16_bits(f32x16 v) {
-  u32x16 bits = (u32x16)v;
-  u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return v != v ? (bits >> 16) | 0x40 : rounded;
-}
-
 // The product of value and scale, as its own type would hold it.
 static inline f32x16 rounded_product(f32x16 v, int64_t type) {
   if (type == kBfloat16) return (f32x16)(bf16_bits(v) << 16);
   if (type == kFloat16) return round_to_half(v);
   return v;
 }
-
-// Sixteen bytes, or sixteen of 16 bits -> lanes; and lanes -> bytes. (GCC converts bytes one by one.)
-typedef int8_t i8x16 __attribute__((vector_size(16)));
-#if defined(__AVX512F__)
-static inline u32x16 widened_bytes(const void* from) {
-  return (u32x16)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
-}
-
-static inline u32x16 widened_halves(const void* from) {
-  return (u32x16)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
-}
-
-static inline i8x16 to_bytes(i32x16 v) { return (i8x16)_mm512_cvtepi32_epi8((__m512i)v); }
-#else
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
-
-static inline u32x16 widened_halves(const void* from) {
-  u16x16 narrow;
-  memcpy(&narrow, from, sizeof narrow);
-  return __builtin_convertvector(narrow, u32x16);
-}
-#if defined(__AVX2__)
-static inline u32x16 widened_bytes(const void* from) {
-  const char* bytes = (const char*)from;
-  __m256i parts[2] = {_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)bytes)),
-                      _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(bytes + 8)))};
-  u32x16 v;
-  memcpy(&v, parts, sizeof v);
-  return v;
-}
-
-static inline i8x16 to_bytes(i32x16 v) {
-  __m128i parts[4];
-  memcpy(parts, &v, sizeof v);
-  return (i8x16)_mm_packs_epi16(_mm_packs_epi32(parts[0], parts[1]),
-                                _mm_packs_epi32(parts[2], parts[3]));
-}
-#else
-static inline u32x16 widened_bytes(const void* from) {
-  u8x16 narrow;
-  memcpy(&narrow, from, sizeof narrow);
-  return __builtin_convertvector(narrow, u32x16);
-}
-
-static inline i8x16 to_bytes(i32x16 v) { return __builtin_convertvector(v, i8x16); }
-#endif
-#endif
 
 // Sixteen scales -> fp32.
 static inline f32x16 load_scales(const char* from, int64_t type) {
@@ -135,8 +72,8 @@ static inline f32x16 load_scales(const char* from, int64_t type) {
     case kFloat16: return from_half(widened_halves(from));
     default: {  // 2^(code - 127); 255 is NaN
       u32x16 code = widened_bytes(from), bits = code << 23;
-      bits = code == 0 ? u32x16{} + 0x400000u : bits;
-      return (f32x16)(code == 255 ? u32x16{} + 0x7fc00000u : bits);
+      bits = select(code == 0, u32x16{} + 0x400000u, bits);
+      return (f32x16)select(code == 255, u32x16{} + 0x7fc00000u, bits);
     }
   }
 }
@@ -148,20 +85,20 @@ static inline f32x16 decode(u32x16 codes) {
   if (kValues == kE4M3) {  // the bits of an fp16 that is 2^8 times smaller
     u32x16 size = codes & 0x7f;
     f32x16 v = from_half(size << 7 | (codes & 0x80) << 8) * 256.0f;
-    return (f32x16)(size == 0x7f ? u32x16{} + 0x7fc00000u : (u32x16)v);
+    return (f32x16)select(size == 0x7f, u32x16{} + 0x7fc00000u, (u32x16)v);
   }
   if (kValues == kE2M1) {
-#if defined(__AVX512F__)
+#if HAS_AVX512
     const __m512 values = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2,
                                          -3, -4, -6);
     return (f32x16)_mm512_permutexvar_ps((__m512i)codes, values);
 #else
-    const f32x16 magnitudes = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
-    f32x16 v = __builtin_shuffle(magnitudes, (i32x16)(codes & 7));
-    return (f32x16)((u32x16)v | (codes & 8) << 28);
+    static constexpr float kValuesOf[16] = {0,     0.5f,  1,     1.5f,  2,  3,  4,  6,
+                                            -0.0f, -0.5f, -1.0f, -1.5f, -2, -3, -4, -6};
+    return look_up(kValuesOf, codes);
 #endif
   }
-  return __builtin_convertvector((i32x16)(codes & (kValues == kInt4 ? 15 : 255)), f32x16);
+  return to_floats((i32x16)(codes & (kValues == kInt4 ? 15 : 255)));
 }
 
 // The values of a pair of codes 16 bits apart, first the lower one's.
@@ -171,7 +108,7 @@ struct Pair {
 
 template <Values kValues>
 static inline Pair decode_pair(u32x16 codes) {
-#if defined(__AVX512BW__)
+#if HAS_AVX512
   if (kValues == kE4M3) {  // every value is exact in bf16: both at once
     const __m512i c = (__m512i)codes, size = _mm512_and_si512(c, _mm512_set1_epi16(0x7f));
     const __m512i denormals = _mm512_castsi128_si512(_mm_setr_epi16(
@@ -191,7 +128,7 @@ static inline Pair decode_pair(u32x16 codes) {
 
 // The same for whole numbers in 4 bits and no zeros of the groups' own: zero is subtracted.
 static inline f32x16 decode_int4(u32x16 codes, float zero) {
-#if defined(__AVX512F__)
+#if HAS_AVX512
   const __m512 values = _mm512_sub_ps(
       _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_ps(zero));
   return (f32x16)_mm512_permutexvar_ps((__m512i)codes, values);

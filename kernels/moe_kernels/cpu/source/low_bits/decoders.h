@@ -179,6 +179,6 @@ static inline f32x16 cell_zeros(const Form& form, const char* cell, int64_t pane
                                 int64_t num_panels) {
   const char* zeros = cell + num_panels * 16 * scale_bytes(form);
   return form.has_zeros
-             ? __builtin_convertvector((i32x16)widened_bytes(zeros + panel * 16), f32x16)
+             ? to_floats((i32x16)widened_bytes(zeros + panel * 16))
              : f32x16{};
 }

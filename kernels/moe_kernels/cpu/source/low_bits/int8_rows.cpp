@@ -6,29 +6,13 @@
 #include "../threads.h"
 #include "convert.h"
 
-// Of lanes that are not negative, and of any: four halvings.
-static inline int32_t largest_lane(i32x16 v) {
-  const i32x16 halves[4] = {{8, 9, 10, 11, 12, 13, 14, 15}, {4, 5, 6, 7}, {2, 3}, {1}};
-  for (const i32x16& half : halves) {
-    i32x16 other = __builtin_shuffle(v, half);
-    v = v > other ? v : other;
-  }
-  return v[0];
-}
-
-static inline int32_t sum_of_lanes(i32x16 v) {
-  const i32x16 halves[4] = {{8, 9, 10, 11, 12, 13, 14, 15}, {4, 5, 6, 7}, {2, 3}, {1}};
-  for (const i32x16& half : halves) v += __builtin_shuffle(v, half);
-  return v[0];
-}
-
 constexpr float kLeastMagnitude = 0x1p-100f;  // below it all count as 0
 
 template <class T>
 static void quantise_group(const T* x, int8_t* values, float* scale, int32_t* sum) {
   f32x16 v[2] = {load16(x), load16(x + 16)};
   i32x16 size[2] = {(i32x16)v[0] & 0x7fffffff, (i32x16)v[1] & 0x7fffffff};
-  int32_t bits = largest_lane(size[0] > size[1] ? size[0] : size[1]);
+  int32_t bits = largest(select(size[0] > size[1], size[0], size[1]));
   float most;
   memcpy(&most, &bits, sizeof most);
   if (bits >= 0x7f800000 || most < kLeastMagnitude) {  // NaN and infinity make the row NaN
@@ -39,14 +23,13 @@ static void quantise_group(const T* x, int8_t* values, float* scale, int32_t* su
   }
   *scale = most / 127.0f;
   const float factor = 127.0f / most;
-  const i32x16 order = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15};
   i32x16 q[2];
   for (int i = 0; i < 2; ++i) {
-    q[i] = __builtin_convertvector(round16(v[i] * factor), i32x16);
-    i8x16 bytes = to_bytes(__builtin_shuffle(q[i], order));
+    q[i] = to_ints(round16(v[i] * factor));
+    i8x16 bytes = to_bytes(fours_mixed(q[i]));
     memcpy(values + 16 * i, &bytes, sizeof bytes);
   }
-  *sum = sum_of_lanes(q[0] + q[1]);
+  *sum = fold(q[0] + q[1]);
 }
 
 template <class T>
@@ -153,24 +136,20 @@ constexpr int32_t kByteOffset = 128;  // that the codes of 8 bits are made small
 #endif
 
 #else
-constexpr int kWidth = 16, kMostRows = 2;
-typedef u32x16 Lanes;
+constexpr int kWidth = 8, kMostRows = 2;
+typedef u32x8 Lanes;
 
-static inline Lanes load_lanes(const uint32_t* p) {
-  Lanes v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
+static inline Lanes load_lanes(const uint32_t* p) { return load_half<u32x8>(p); }
 static inline Lanes low_halves(Lanes v) { return v & 0x0f0f0f0f; }
 static inline Lanes high_halves(Lanes v) { return v >> 4 & 0x0f0f0f0f; }
 
 template <Values kValues>
 struct GroupSum {
-  i32x16 sums;
-  inline void start() { sums = i32x16{}; }
+  i32x8 sums;
+  inline void start() { sums = i32x8{}; }
   inline void add(Lanes codes, int32_t row) {
     for (int i = 0; i < 4; ++i)
-      sums += (i32x16)(codes >> 8 * i & 0xff) * (int32_t)(int8_t)(row >> 8 * i & 0xff);
+      sums += (i32x8)(codes >> 8 * i & 0xff) * (int32_t)(int8_t)(row >> 8 * i & 0xff);
   }
   inline void end_eight() {}
   inline Lanes finish() const { return (Lanes)sums; }

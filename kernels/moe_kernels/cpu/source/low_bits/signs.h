@@ -34,13 +34,14 @@ static const float* sign_sums(const T* x, int64_t width) {
   for (int64_t k = 0; k < padded; k += kLanes)
     store16(row + k, k < width ? load_up_to(x + k, width - k) : f32x16{});
   constexpr uint32_t M = 1u << 31;  // the sign of a float, in the lanes without bit 0, 1, 2, 3
-  constexpr u32x16 kMinus[kChoiceBits] = {{M, 0, M, 0, M, 0, M, 0, M, 0, M, 0, M, 0, M, 0},
+  alignas(64) constexpr uint32_t kMinus[kChoiceBits][kWays] = {
+      {M, 0, M, 0, M, 0, M, 0, M, 0, M, 0, M, 0, M, 0},
                                           {M, M, 0, 0, M, M, 0, 0, M, M, 0, 0, M, M, 0, 0},
                                           {M, M, M, M, 0, 0, 0, 0, M, M, M, M, 0, 0, 0, 0},
                                           {M, M, M, M, M, M, M, M, 0, 0, 0, 0, 0, 0, 0, 0}};
   float* sums = scratch.get<float>(padded / kChoiceBits * kWays);
   for (int64_t k = 0; k < padded; k += kChoiceBits) {
-    auto value = [&](int64_t i) { return (f32x16)((u32x16)splat(row[k + i]) ^ kMinus[i]); };
+    auto value = [&](int64_t i) { return (f32x16)((u32x16)splat(row[k + i]) ^ load_units16(kMinus[i])); };
     store16(sums + k / kChoiceBits * kWays, (value(0) + value(1)) + (value(2) + value(3)));
   }
   return sums;
@@ -54,7 +55,7 @@ static inline void add_choices(const uint32_t* bits, int64_t words, const float*
     u32x16 word[N];
     for (int p = 0; p < N; ++p) {
       const uint32_t* from = bits + (p * words + w) * kLanes;
-      memcpy(&word[p], from, sizeof word[p]);
+      word[p] = load_units16(from);
       __builtin_prefetch(from + N * words * kLanes);  // of the next panels
     }
 #pragma GCC unroll 8

@@ -37,7 +37,7 @@ static void unpack_piece(const Form& form, const Piece& piece, uint32_t* out, in
     u32x16 units[2];
     for (int u = 0; u < kUnits; ++u, from += piece.step) {
       __builtin_prefetch((const char*)from + kBytesAhead);
-      memcpy(&units[u], from, sizeof units[u]);
+      units[u] = load_units16(from);
     }
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j, out += pair_step) {
