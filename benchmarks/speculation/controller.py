@@ -32,6 +32,7 @@ MACHINES = (
     Machine("a plain step takes twice as long", plain=2.0, lookup_s=50e-6, further_lookup_s=12e-6),
     Machine("lookups twice as dear", lookup_s=50e-6, further_lookup_s=16e-6),
     Machine("a first draft that is slow", first_draft_s=500e-6),
+    Machine("plain steps behind drafts that are slow", behind=1.5),
     Machine("steps that vary by a third, and pauses", noise=0.3, pauses=0.02),
     *(
         Machine(

@@ -48,6 +48,7 @@ _ALL = {
 }
 _PROMPT_ROW_S = 100e-6
 _SPELL = 40  # steps of a slow or fast spell, on average
+_COOLING = (1.0, 0.33, 0.17)  # of `behind` for plain steps in turn, as the caches fill again
 _FEW = 8  # steps after which the caches have forgotten how drafts are verified
 
 
@@ -65,6 +66,7 @@ class Machine:
     pauses: float = 0.0  # share of the steps that take four times their time
     slower: float = 1.0  # steps take so many times their time half of the time, in long spells
     first_draft_s: float = 0.0  # a step with drafts takes longer if those before it had none
+    behind: float = 1.0  # time of the plain step behind one with drafts, over that of others
     seed: int = 7  # of the noise
 
     def step_s(self, lengths: Sequence[int]) -> float:
@@ -145,6 +147,9 @@ class RecordedExecutor:
                 run.append(answer[min(place + len(run), len(answer) - 1)])
             sampled[sequence.id] = tuple(Sampled(token, True, None) for token in run)
         seconds = self._machine.step_s(lengths) + num_prompt_rows * _PROMPT_ROW_S
+        if not any(lengths) and self._num_plain < len(_COOLING):
+            more = (self._machine.behind - 1.0) * _COOLING[self._num_plain]
+            seconds += more * self._machine.step_s(lengths)
         if any(lengths):
             seconds += self._machine.first_draft_s if self._num_plain >= _FEW else 0.0
             self._num_plain = 0

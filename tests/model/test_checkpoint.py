@@ -182,7 +182,11 @@ def test_a_folder_of_links(folder: Path, tmp_path: Path) -> None:
     for number, name in enumerate(("config.json", "model.safetensors")):
         (folder / name).rename(blobs / str(number))
         (snapshot / name).symlink_to(Path("..") / ".." / "blobs" / str(number))
-    ModelLoader(snapshot).attention_stage(64)
+    seen: list[tuple[int, int]] = []
+    loader = ModelLoader(snapshot, progress=lambda done, total: seen.append((done, total)))
+    loader.expert_stage()
+    loader.attention_stage(64)
+    assert seen[-1] == (len(SHAPES), len(SHAPES)), "all weights were read"
 
 
 def test_old_and_new_config_keys_mean_the_same(folder: Path) -> None:

@@ -77,13 +77,14 @@ class DraftingAllowance:
         debt_s = -self._texts.left_s - owed_s
         return min(_LONGEST_PAUSE, max(0, int(debt_s / (_SHARE * self._step_s))))
 
-    def pay_lookups(self, num: int, seconds: float) -> float:
+    def pay_lookups(self, num: int, seconds: float, *, by_predictions: bool = False) -> float:
         """Pays for lookups that took so many seconds, and returns what they cost. Time far above
-        the average is not charged: the process had to wait for the CPU.
+        the average is not charged: the process had to wait for the CPU. `by_predictions`: only
+        predictions were looked at.
         """
         seconds = min(seconds, max(1, num) * _MOST_SLOWER * self._lookup_s)
         cost_s = seconds + (_COLD * self._lookup_s if num else 0.0)
-        self._texts.left_s -= cost_s
+        (self._predictions if by_predictions else self._texts).left_s -= cost_s
         if num:
             self._lookup_s += _WEIGHT * (seconds / num - self._lookup_s)
         return cost_s

@@ -28,6 +28,8 @@ from moe_serve.engine.request.sequence import Schedule, Sequence, StopRule, may_
 
 Survivals = dict[int, list[float]]  # by sequence id; see `Acceptance.survivals`
 _CERTAIN = 0.95  # survival of the last token of a draft that a grammar forces
+_LEAD_WEIGHT = 0.1  # of a new step
+_CLEAR_LEAD = 1.6  # gain of drafts that pay even if plain steps are shorter than it seems
 
 
 class Drafting:
@@ -62,7 +64,8 @@ class Drafting:
         self.num_guesses = 0  # to guess for each sequence after the step that begins
         self._num_sampled = 0  # sequences that may get guesses; 0: `choose` was not called
         self._num_asked = 0  # sequences of the last step that guessed; 0: none did
-        self._acceptance, self._patience, self._times = Acceptance(), Patience(), StepTimes()
+        self._acceptance, self._times = Acceptance(), StepTimes()
+        self._patience, self._follow_patience = Patience(), Patience()  # latter: predictions
         self._search = DraftSearch(
             drafters, self._acceptance, stop, vocab_size=vocab_size, max_tokens=max_tokens
         )
@@ -71,6 +74,8 @@ class Drafting:
         self._looked_s = 0.0  # by which lookups made the running step longer
         # of the running step, see `note_step`; `_num_found` drafts are no predictions
         self._gain, self._num_forced, self._num_found = 0.0, 0, 0
+        self._lead = 1.0  # average gain of the steps with drafts
+        self._are_predictions = False  # the last drafts that were verified
         self._survivals: Survivals | None = None  # of the drafts that `choose` found
         self._counter = DraftCounter()
 
@@ -97,7 +102,7 @@ class Drafting:
             length = min(self._max_tokens, most // len(drafts))
             return {key: draft.cut(length) for key, draft in drafts.items() if length}
         survivals = self._survivals = self._survivals_of(drafts)
-        clock, patience = self._clock(), self._patience
+        clock = self._clock()
         seconds_of = self._times.seconds(len(schedule))
         lengths = choose_lengths(survivals, len(schedule), most, seconds_of)
         certain = {
@@ -111,16 +116,17 @@ class Drafting:
         for key, length in lengths.items():
             most = self._acceptance.most(key, drafts[key])
             lengths[key] = min(length, most, max(1, longest))
-        patience.gains(lengths)
+        for key in lengths:
+            self._patience_with(drafts[key]).gains([key])
         rest = drafts.keys() - lengths.keys()
         for key in rest:
-            patience.in_vain(key, sum(survivals[key]))
+            self._patience_with(drafts[key]).in_vain(key, sum(survivals[key]))
             self._shadows.keep(schedule[key][0], drafts[key])
         chosen = {key: drafts[key].cut(length) for key, length in lengths.items()}
         seconds = self._clock() - clock
         self._counter.note_seconds(seconds)
         if not chosen:  # the lookups and this time were wasted
-            self._allowance.pay_lookups(0, seconds)
+            self._looked_s += self._allowance.pay_lookups(0, seconds)
         return chosen
 
     def expects(self, schedule: Schedule) -> bool:
@@ -155,7 +161,7 @@ class Drafting:
         else:
             self._gain += log1p(num_accepted)
         if num_accepted:
-            self._patience.accepted(sequence_id)
+            self._patience_with(draft).accepted(sequence_id)
         self._counter.note(result)
         return result
 
@@ -168,8 +174,8 @@ class Drafting:
         pause = self._allowance.pause
         if self._allowance.may_draft:
             pause = self._patience.pause(schedule, pause)
-        if pause and self._following(schedule):
-            return 0
+        if pause and (followed := self._followed(schedule)):
+            pause = min(pause, self._follow_patience.pause(followed))
         if self._guessing is not None:
             seconds_of = self._times.seconds(len(schedule))
             pause = min(pause, self._guessing.pause(len(schedule), seconds_of))
@@ -178,6 +184,7 @@ class Drafting:
     def note_quiet(self, num_rows: int, num_steps: int, seconds: float) -> None:
         """Counts steps that did not call `choose` because of `pause`, and took so long together."""
         self._patience.skip(num_steps)
+        self._follow_patience.skip(num_steps)
         self._times.observe(num_rows, seconds / num_steps, num_steps=num_steps)
         self._allowance.settle(num_steps, self._times.seconds(num_rows)(num_rows), 0.0)
         if self._guessing is not None:
@@ -194,14 +201,17 @@ class Drafting:
             self._allowance.earn(seconds)
             return
         base, seconds = num_rows - num_drafted, max(0.5 * seconds, seconds - self._looked_s)
+        won_s = 0.0 if num_drafted else -self._times.cold_s(base)
         self._times.observe(num_rows, seconds, num_drafted=num_drafted)
         seconds_of = self._times.seconds(base)
-        step_s, won_s = seconds_of(base), 0.0
+        step_s = seconds_of(base)
         if num_drafted:  # single steps vary, and averages miss what is new
             seconds = (min(seconds, 3 * seconds_of(num_rows)) + seconds_of(num_rows)) / 2
             worth = exp(self._gain / base) + self._num_forced / base
             won_s = worth * step_s - seconds
-        self._allowance.settle(1, step_s, won_s, by_predictions=not self._num_found)
+            self._lead += _LEAD_WEIGHT * (worth * step_s / seconds - self._lead)
+            self._are_predictions = not self._num_found
+        self._allowance.settle(1, step_s, won_s, by_predictions=self._are_predictions)
 
     def note_proposals(self, num_sequences: int, proposals: Proposals) -> None:
         """Keeps the proposals of grammars and of a network after a step of so many sequences, for
@@ -228,6 +238,7 @@ class Drafting:
         """Drops the state of sequences that have ended or moved away."""
         self._acceptance.forget(sequence_ids)
         self._patience.forget(sequence_ids)
+        self._follow_patience.forget(sequence_ids)
         self._shadows.forget(sequence_ids)
         self._search.forget(sequence_ids)
 
@@ -251,7 +262,7 @@ class Drafting:
     def _find(self, schedule: Schedule) -> dict[int, Draft]:
         """Returns the best drafts of the sequences that ask for one."""
         drafts, num_lookups, asking = dict[int, Draft](), 0, self._asking(schedule)
-        following = self._following(schedule)
+        following = self._follow_patience.awake(self._followed(schedule))
         if not (asking or following or self._proposed or self._has_past_work):
             return drafts
         begun_at = self._clock()
@@ -274,8 +285,12 @@ class Drafting:
                 draft = self._propose(schedule[key][0], searches=False)
                 if draft is not None:
                     drafts[key] = draft
+                else:
+                    self._follow_patience.in_vain(key, None)
         now = self._clock()
-        self._looked_s = self._allowance.pay_lookups(num_lookups, now - clock)
+        self._looked_s = self._allowance.pay_lookups(
+            num_lookups, now - clock, by_predictions=not asking
+        )
         self._counter.note_seconds(now - begun_at)
         return drafts
 
@@ -283,16 +298,24 @@ class Drafting:
         if not self._is_adaptive:
             return schedule
         allowance = self._allowance
-        if self._times.is_plain_due or not allowance.may_draft:
+        if self._is_plain_due or not allowance.may_draft:
             return ()
         return self._patience.awake(schedule, has_time=allowance.may_look)
 
-    def _following(self, schedule: Schedule) -> list[int]:
-        """Returns the sequences whose client sent a prediction. It is followed in each step, also
-        while nothing else is looked up for them, because that needs no search."""
-        if not self._allowance.may_follow or self._times.is_plain_due:
+    def _followed(self, schedule: Schedule) -> list[int]:
+        """Returns the sequences whose client sent a prediction. It is followed also while nothing
+        else is looked up for them, because that needs no search."""
+        if not self._allowance.may_follow or self._is_plain_due:
             return []
         return [key for key, (sequence, _) in schedule.items() if sequence.request.prediction]
+
+    def _patience_with(self, draft: Draft) -> Patience:
+        is_prediction = draft.source is DraftSource.PREDICTION
+        return self._follow_patience if is_prediction else self._patience
+
+    @property
+    def _is_plain_due(self) -> bool:
+        return self._times.is_plain_due(is_close=self._lead < _CLEAR_LEAD)
 
     @property
     def _has_past_work(self) -> bool:

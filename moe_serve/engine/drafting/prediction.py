@@ -59,10 +59,13 @@ class _PredictedPlace:
 
     def _ends(self, anchor: bytes, size: int, low: int, high: int) -> list[int]:
         """Returns the positions behind the last occurrence before the place and the first one
-        behind it."""
+        behind it. At least one token of the prediction follows them."""
         here, found = self.position * _WIDTH, list[int]()
-        before = self.packed.rfind(anchor, low * _WIDTH, here)
-        behind = self.packed.find(anchor, max(here - len(anchor) + 1, 0), high * _WIDTH)
+        last = len(self.packed) - _WIDTH
+        before = self.packed.rfind(anchor, low * _WIDTH, min(here, last))
+        behind = self.packed.find(
+            anchor, max(here - len(anchor) + 1, 0), min(high * _WIDTH, last)
+        )
         for start in (before, behind):
             if start >= 0 and start % _WIDTH == 0:
                 found.append(start // _WIDTH + size)
@@ -73,7 +76,8 @@ class Predictions:
     """Implements Drafter for requests with a prediction.
 
     As long as the answer agrees with the prediction, the draft goes on where it stands. After a
-    difference the place is found again by the answer's last tokens, nearest to the last place.
+    difference, and at the end of the prediction, a place is found by the answer's last tokens,
+    nearest to the last place.
     """
 
     searches = False  # but near the last place
@@ -92,7 +96,10 @@ class Predictions:
         was_lost = not place.agreed and place.num_seen > 0
         for token in answer[start + place.num_seen :]:
             place.note(token)
-        if not place.agreed and was_lost and not place.search(answer[start:][-_ANCHORS[0] :]):
+        is_at_end = place.position >= len(place.predicted)
+        if (is_at_end or (not place.agreed and was_lost)) and not place.search(
+            answer[start:][-_ANCHORS[0] :]
+        ):
             return None
         tokens = place.predicted[place.position : place.position + most]
         return Draft(tokens, DraftSource.PREDICTION, min(place.agreed, 32)) if tokens else None

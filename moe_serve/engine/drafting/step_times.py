@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moe_serve.engine.drafting.cold_steps import ColdSteps
+
 _GROWING, _POWER = 0.3, 0.75  # of the time of a step with r rows: 0.7 + 0.3 r^0.75, relative
 _NEAR = 0.06  # numbers of rows that differ by at most 6% share an average
 _WEIGHT, _DRAFTED_WEIGHT = 0.1, 0.1  # least weight of a new plain step, and of one with drafts
@@ -27,13 +29,16 @@ class StepTimes:
     makes drafts look neither cheaper nor dearer. The comparisons are kept by the number of
     sequences, in powers of two.
 
+    Plain steps shortly behind drafts are longer than others. They count as if they were not
+    (`ColdSteps`), so that drafts are compared with what all steps would be without them.
+
     Before a measurement the estimate is that of the neighbours, and it counts like one measurement.
     So drafts are tried, and a single slow or fast step decides little. Old measurements fade, as
     contexts grow and neighbours change.
     """
 
     def __init__(self) -> None:
-        self._plain = _Averages(_WEIGHT, None)
+        self._plain, self._cold = _Averages(_WEIGHT, None), ColdSteps()
         self._drafted: dict[int, _Averages] = {}  # by the bits of the number of sequences
         self._known: dict[int, _Known] = {}  # by the number of sequences, until an average moves
         self._num_steps = self._num_kept = 0  # so far, and when averages faded last
@@ -54,11 +59,14 @@ class StepTimes:
         ratio = max(seconds, 1e-9) / _relative(num_rows)
         if not num_drafted:
             num_new, self._num_plain = self._num_steps - self._num_plain, self._num_steps
+            ratio /= self._cold.factor(num_rows)
+            self._cold.note_plain(num_rows, seconds, num_steps)
             num_steps = max(num_steps, num_new // 2)  # it stands for steps with drafts before it
             has_moved = self._plain.add(num_rows, ratio, num_steps, self._num_steps)
         elif self._plain.is_empty:
             has_moved = False  # there is nothing to compare with
         else:
+            self._cold.note_drafts()
             ratio /= self._plain.at(base)
             has_moved = self._drafted_of(base).add(num_rows, ratio, 1, self._num_steps)
         if has_moved:
@@ -74,9 +82,17 @@ class StepTimes:
             known = self._known[num_sequences] = _Known(num_sequences, plain, drafted)
         return known.__getitem__
 
-    @property
-    def is_plain_due(self) -> bool:
-        """True if a step should have no drafts, so that there is a new one to compare with."""
+    def cold_s(self, num_sequences: int) -> float:
+        """Returns by how much a plain step that comes next is longer because of drafts."""
+        more = self._cold.factor(num_sequences) - 1.0
+        return more * self.seconds(num_sequences)(num_sequences) if more else 0.0
+
+    def is_plain_due(self, *, is_close: bool) -> bool:
+        """Returns whether a step should have no drafts, so that there is a new one to compare with.
+        If it `is_close` whether drafts pay, some in turn are due from time to time, the last of
+        which finds warm caches."""
+        if is_close and self._cold.is_due:
+            return True
         return (self._num_steps - self._num_plain) % (1 + _MOST_DRAFTED) == _MOST_DRAFTED
 
     def num_known(self, num_sequences: int) -> int:

@@ -18,7 +18,7 @@ from moe_serve.engine.request.stats import EngineStats
 from moe_serve.errors import CellsError, ClusterError
 from tests.support.cluster.held_cells import world
 
-LONGEST_S = 60.0
+LONGEST_S = 200.0
 
 
 def test_a_cell_that_comes_back_slowly_delays_no_other() -> None:

@@ -32,7 +32,7 @@ from moe_serve.cluster.launch.node_ranks import (
 from moe_serve.cluster.launch.node_starter import NodeStarter
 from moe_serve.errors import ClusterError
 
-PATIENCE_S = 60.0
+PATIENCE_S = 200.0
 STUCK = "expert-0 (pid 7) does not end 10 s after SIGKILL"
 
 

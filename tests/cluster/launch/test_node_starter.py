@@ -28,7 +28,7 @@ from moe_serve.cluster.members.rank_starter import RankExit
 from moe_serve.errors import ClusterError
 
 ATTENTION, EXPERT = RankName("attention", 0), RankName("expert", 0)
-PATIENCE_S = 60.0
+PATIENCE_S = 200.0
 # What a worker would be: writes its pid and arguments where the test looks, and waits.
 WORKER = """
 import os, pathlib, sys, time

@@ -34,7 +34,7 @@ PAGES = np.random.default_rng(0).integers(0, 256, (3, PAGE)).astype(np.uint8)
 HEADER = ParcelHeader(
     num_pages=3, page_bytes=PAGE, ticket=5, identity=IDENTITY, checksum=zlib.crc32(PAGES)
 )
-TIMEOUT_S = 20.0
+TIMEOUT_S = 100.0
 
 
 class Target:

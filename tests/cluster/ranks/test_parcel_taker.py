@@ -18,7 +18,7 @@ from moe_serve.cluster.ranks.rank_parcels import _named_pages
 from moe_serve.cluster.ranks.shard_parcels import ParcelTaker, ShardParcels
 from moe_serve.errors import ChannelClosedError
 
-_LONGEST_S = 20.0
+_LONGEST_S = 200.0
 REFUSED = "their checksum is wrong"
 
 

@@ -13,7 +13,7 @@ from moe_serve.cluster.control.placement_messages import Staged
 from moe_serve.cluster.rebalance import expert_copies
 from moe_serve.cluster.rebalance.expert_copies import ExpertCopies
 
-PATIENCE_S = 60.0
+PATIENCE_S = 200.0
 
 
 class Room:

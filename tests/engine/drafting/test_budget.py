@@ -261,3 +261,38 @@ def test_a_slow_first_row_does_not_make_further_rows_dear() -> None:
         assert expected < times.seconds(16)(80) < expected + 0.5, "the row's time is added once"
     mean = (1.04 + 1.5 + 1.5 + 1.1) / 4
     assert times.seconds(16)(17) == pytest.approx(mean, rel=0.05), "the estimate counts like one"
+
+
+def alternating(times: StepTimes, num: int, slower: float) -> None:
+    """Steps with drafts, and behind each of them one plain step with cold caches."""
+    for _ in range(num):
+        times.observe(5, 0.003 * slower, num_drafted=4)
+        times.observe(1, 0.0015 * slower)
+
+
+def test_plain_steps_behind_drafts_count_as_if_caches_were_warm() -> None:
+    """The machine becomes slower meanwhile. Both are learned, the one from the other."""
+    times = StepTimes()
+    for slower in (1.0, 1.0, 1.3, 1.3):
+        for seconds in (0.0012, 0.0011, *[0.001] * 20):
+            times.observe(1, seconds * slower)
+        alternating(times, 20, slower)
+    assert times.seconds(1)(1) == pytest.approx(0.0013, rel=0.12)  # 0.00195 without it
+    assert times.cold_s(1) == 0.0 or times.cold_s(1) == pytest.approx(0.0005, rel=0.4)
+
+
+def test_plain_steps_are_due_until_caches_are_warm_if_the_gain_is_close() -> None:
+    times = StepTimes()
+    for _ in range(4):
+        times.observe(1, 0.001)
+    alternating(times, 7, 1.0)
+    assert not times.is_plain_due(is_close=True), "14 steps without a warm one are few"
+    alternating(times, 1, 1.0)
+    num_due = 0
+    while times.is_plain_due(is_close=True):
+        assert not times.is_plain_due(is_close=False)
+        times.observe(1, 0.001)
+        num_due += 1
+    assert num_due == 3, "two more cold ones, and a warm one"
+    alternating(times, 10, 1.0)
+    assert not times.is_plain_due(is_close=True), "next time after twice as many"

@@ -185,3 +185,13 @@ def test_a_token_more_or_less_costs_no_search() -> None:
         sequence.append(token)
         found = drafter.propose(sequence, 2)
     assert found is not None and found.token_ids == (106, 107)
+
+
+def test_behind_the_end_of_a_prediction_its_text_is_found_again() -> None:
+    line = [10, 11, 12, 13, 14, 15]
+    drafter, sequence = Predictions(), make([1, 2], prediction=tuple(line * 2))
+    for token in line * 2:
+        drafter.propose(sequence, 4)
+        sequence.append(token)
+    draft = drafter.propose(sequence, 4)
+    assert draft is not None and draft.token_ids == tuple(line[:4]), "the answer goes on repeating"

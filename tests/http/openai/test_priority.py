@@ -28,7 +28,7 @@ from moe_serve.text.chat_template import ChatTemplate
 from moe_serve.text.tokenizer import Tokenizer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-PATIENCE_S = 60.0
+PATIENCE_S = 200.0
 
 
 class OneSeat:

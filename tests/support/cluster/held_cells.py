@@ -26,7 +26,7 @@ from tests.support.cluster.fake_cells import FakeCarrier, prompt
 from tests.support.cluster.fake_coordinator import FakeCoordinator, fake_cluster
 from tests.support.engine.fake_runner import continuation
 
-_LONGEST_S = 60.0
+_LONGEST_S = 200.0
 
 
 class HeldCoordinator(FakeCoordinator):
