@@ -273,10 +273,10 @@ def alternating(times: StepTimes, num: int, slower: float) -> None:
 def test_plain_steps_behind_drafts_count_as_if_caches_were_warm() -> None:
     """The machine becomes slower meanwhile. Both are learned, the one from the other."""
     times = StepTimes()
-    for slower in (1.0, 1.0, 1.3, 1.3):
+    for before, now in ((1.0, 1.0), (1.0, 1.0), (1.0, 1.3), (1.3, 1.3)):
         for seconds in (0.0012, 0.0011, *[0.001] * 20):
-            times.observe(1, seconds * slower)
-        alternating(times, 20, slower)
+            times.observe(1, seconds * before)
+        alternating(times, 20, now)
     assert times.seconds(1)(1) == pytest.approx(0.0013, rel=0.12)  # 0.00195 without it
     assert times.cold_s(1) == 0.0 or times.cold_s(1) == pytest.approx(0.0005, rel=0.4)
 
