@@ -25,7 +25,8 @@ class ColdSteps:
     def __init__(self) -> None:
         self._logs: dict[int, list[float]] = {}  # of factors, by the bits of the number
         self._num_runs: dict[int, int] = {}  # that were measured, likewise
-        self._run: list[float] | None = None  # plain steps behind drafts; None: caches are warm
+        self.is_warm = True  # no plain step is affected
+        self._run: list[float] = []  # plain steps behind drafts, unless caches are warm
         self._num_since = 0  # steps since the last warm plain one
         self._limit = _FIRST_LIMIT
 
@@ -33,11 +34,11 @@ class ColdSteps:
     def is_due(self) -> bool:
         """True if plain steps should follow each other until the caches are warm, because no step
         had warm caches for long."""
-        return bool(self._run) and self._num_since >= self._limit
+        return not self.is_warm and bool(self._run) and self._num_since >= self._limit
 
     def factor(self, num_sequences: int) -> float:
         """Returns the time of a plain step that would come next, over that with warm caches."""
-        if self._run is None or len(self._run) >= _COLD_STEPS:
+        if self.is_warm or len(self._run) >= _COLD_STEPS:
             return 1.0
         known = self._logs.get(num_sequences.bit_length())
         return 1.0 if known is None else exp(max(0.0, known[len(self._run)] - _UNCERTAIN))
@@ -45,19 +46,19 @@ class ColdSteps:
     def note_drafts(self) -> None:
         """Notes a step with drafts."""
         self._num_since += 1
-        self._run = []
+        self.is_warm, self._run = False, []
 
     def note_plain(self, num_sequences: int, seconds: float, num_steps: int) -> None:
-        """Notes the mean time of some plain steps."""
+        """Notes the mean time of some plain steps, unless caches are warm."""
         run, self._num_since = self._run, self._num_since + num_steps
-        if run is not None and len(run) + num_steps <= _COLD_STEPS:
+        if len(run) + num_steps <= _COLD_STEPS:
             run += [seconds] * num_steps
             return
-        if run is not None and len(run) == _COLD_STEPS:
+        if len(run) == _COLD_STEPS:
             self._learn(num_sequences.bit_length(), run, seconds)
         if self._num_since >= self._limit:
             self._limit = min(2 * self._limit, _LAST_LIMIT)
-        self._run, self._num_since = None, 0
+        self.is_warm, self._num_since = True, 0
 
     def _learn(self, key: int, run: list[float], warm_s: float) -> None:
         known = self._logs.setdefault(key, [0.0] * _COLD_STEPS)

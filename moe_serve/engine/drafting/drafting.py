@@ -262,7 +262,9 @@ class Drafting:
     def _find(self, schedule: Schedule) -> dict[int, Draft]:
         """Returns the best drafts of the sequences that ask for one."""
         drafts, num_lookups, asking = dict[int, Draft](), 0, self._asking(schedule)
-        following = self._follow_patience.awake(self._followed(schedule))
+        following = self._followed(schedule)
+        if following:
+            following = self._follow_patience.awake(following)
         if not (asking or following or self._proposed or self._has_past_work):
             return drafts
         begun_at = self._clock()
@@ -288,8 +290,9 @@ class Drafting:
                 else:
                     self._follow_patience.in_vain(key, None)
         now = self._clock()
+        only_follows = bool(following) and not asking
         self._looked_s = self._allowance.pay_lookups(
-            num_lookups, now - clock, by_predictions=not asking
+            num_lookups, now - clock, by_predictions=only_follows
         )
         self._counter.note_seconds(now - begun_at)
         return drafts
@@ -305,9 +308,8 @@ class Drafting:
     def _followed(self, schedule: Schedule) -> list[int]:
         """Returns the sequences whose client sent a prediction. It is followed also while nothing
         else is looked up for them, because that needs no search."""
-        if not self._allowance.may_follow or self._is_plain_due:
-            return []
-        return [key for key, (sequence, _) in schedule.items() if sequence.request.prediction]
+        found = [key for key, (sequence, _) in schedule.items() if sequence.request.prediction]
+        return found if found and self._allowance.may_follow and not self._is_plain_due else []
 
     def _patience_with(self, draft: Draft) -> Patience:
         is_prediction = draft.source is DraftSource.PREDICTION

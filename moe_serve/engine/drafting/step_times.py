@@ -59,8 +59,9 @@ class StepTimes:
         ratio = max(seconds, 1e-9) / _relative(num_rows)
         if not num_drafted:
             num_new, self._num_plain = self._num_steps - self._num_plain, self._num_steps
-            ratio /= self._cold.factor(num_rows)
-            self._cold.note_plain(num_rows, seconds, num_steps)
+            if not self._cold.is_warm:
+                ratio /= self._cold.factor(num_rows)
+                self._cold.note_plain(num_rows, seconds, num_steps)
             num_steps = max(num_steps, num_new // 2)  # it stands for steps with drafts before it
             has_moved = self._plain.add(num_rows, ratio, num_steps, self._num_steps)
         elif self._plain.is_empty:
@@ -84,8 +85,10 @@ class StepTimes:
 
     def cold_s(self, num_sequences: int) -> float:
         """Returns by how much a plain step that comes next is longer because of drafts."""
+        if self._cold.is_warm:
+            return 0.0
         more = self._cold.factor(num_sequences) - 1.0
-        return more * self.seconds(num_sequences)(num_sequences) if more else 0.0
+        return more * self.seconds(num_sequences)(num_sequences)
 
     def is_plain_due(self, *, is_close: bool) -> bool:
         """Returns whether a step should have no drafts, so that there is a new one to compare with.
