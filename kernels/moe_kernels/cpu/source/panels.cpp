@@ -26,8 +26,8 @@ static inline V load(const P* p) {
   return v;
 }
 
-// Keeps the compiler from knowing a value. It would widen a row's pair as an integer and broadcast
-// both halves, and keep what it can load again in registers that sums need.
+// Keeps the compiler from knowing a value: it would widen a row's pair as an integer and broadcast
+// both halves.
 static inline void hide(Units& value) {
 #if defined(__AVX512F__)
   asm("" : "+v"(value));
@@ -71,7 +71,8 @@ static inline void multiply_add(Floats (&sums)[MR][NV], const Row& row, const Co
   }
 }
 
-// Adds one unit of MR rows times one of NV vectors of columns; `column(n)` loads the latter.
+// Adds one unit of MR rows times one of NV vectors of columns. `row(m, at)` loads the former, and
+// the latter begin at w.
 template <int MR, int NV, class Row>
 static inline void add_products(Floats (&sums)[MR][NV], const Row& row, int64_t at,
                                 const uint32_t* w, const float*) {

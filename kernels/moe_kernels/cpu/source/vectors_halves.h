@@ -71,9 +71,9 @@ FOR_HALVES(!=)
 template <class V>
 static inline Halves<V> operator-(Halves<V> a) { return {-a.low, -a.high}; }
 template <class V>
-static inline Halves<V> operator<<(Halves<V> a, int bits) { return {a.low << bits, a.high << bits}; }
+static inline Halves<V> operator<<(Halves<V> a, int n) { return {a.low << n, a.high << n}; }
 template <class V>
-static inline Halves<V> operator>>(Halves<V> a, int bits) { return {a.low >> bits, a.high >> bits}; }
+static inline Halves<V> operator>>(Halves<V> a, int n) { return {a.low >> n, a.high >> n}; }
 
 static inline f32x16 splat(float value) { return {value - f32x8{}, value - f32x8{}}; }
 
@@ -89,7 +89,9 @@ static inline V load_half(const P* p) {
   return v;
 }
 
-static inline f32x16 load16(const float* p) { return {load_half<f32x8>(p), load_half<f32x8>(p + 8)}; }
+static inline f32x16 load16(const float* p) {
+  return {load_half<f32x8>(p), load_half<f32x8>(p + 8)};
+}
 
 static inline void store16(float* p, f32x16 v) {
   memcpy(p, &v.low, sizeof v.low);

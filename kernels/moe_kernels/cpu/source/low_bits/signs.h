@@ -36,12 +36,14 @@ static const float* sign_sums(const T* x, int64_t width) {
   constexpr uint32_t M = 1u << 31;  // the sign of a float, in the lanes without bit 0, 1, 2, 3
   alignas(64) constexpr uint32_t kMinus[kChoiceBits][kWays] = {
       {M, 0, M, 0, M, 0, M, 0, M, 0, M, 0, M, 0, M, 0},
-                                          {M, M, 0, 0, M, M, 0, 0, M, M, 0, 0, M, M, 0, 0},
-                                          {M, M, M, M, 0, 0, 0, 0, M, M, M, M, 0, 0, 0, 0},
-                                          {M, M, M, M, M, M, M, M, 0, 0, 0, 0, 0, 0, 0, 0}};
+      {M, M, 0, 0, M, M, 0, 0, M, M, 0, 0, M, M, 0, 0},
+      {M, M, M, M, 0, 0, 0, 0, M, M, M, M, 0, 0, 0, 0},
+      {M, M, M, M, M, M, M, M, 0, 0, 0, 0, 0, 0, 0, 0}};
   float* sums = scratch.get<float>(padded / kChoiceBits * kWays);
   for (int64_t k = 0; k < padded; k += kChoiceBits) {
-    auto value = [&](int64_t i) { return (f32x16)((u32x16)splat(row[k + i]) ^ load_units16(kMinus[i])); };
+    auto value = [&](int64_t i) {
+      return (f32x16)((u32x16)splat(row[k + i]) ^ load_units16(kMinus[i]));
+    };
     store16(sums + k / kChoiceBits * kWays, (value(0) + value(1)) + (value(2) + value(3)));
   }
   return sums;
