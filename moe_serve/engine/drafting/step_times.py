@@ -145,7 +145,8 @@ class _Averages:
     def __init__(self, least_weight: float, prior: float | None) -> None:
         """`least_weight` is that of a new measurement, when there were many. `prior` is the
         estimate before the first one; None: that one itself."""
-        self._averages: list[_Average] = []  # in the order of their rows
+        self._averages: list[_Average] = []
+        self._rows: list[int] = []  # of the averages, in their order
         self._least_weight, self._prior = least_weight, prior
 
     @property
@@ -164,10 +165,12 @@ class _Averages:
         taken to add what they typically add: a first drafted token makes a step longer by work that
         further ones do not repeat.
         """
-        right = bisect.bisect_left(self._averages, num_rows, key=_rows)
+        right = bisect.bisect_left(self._rows, num_rows)
         near = self._averages[max(0, right - 1) : right + 1]
         if not near:
             return 1.0
+        if near[-1].num_rows == num_rows:
+            return near[-1].published
         low, high = near[0], near[-1]
         if low is not high:
             share = (num_rows - low.num_rows) / (high.num_rows - low.num_rows)
@@ -186,6 +189,7 @@ class _Averages:
                 average.ratio = average.published = math.sqrt(average.ratio * self._prior)
                 average.num_steps, average.measured_at = 0, now
         self._averages = [each for each in self._averages if each.measured_at >= oldest]
+        self._rows = [each.num_rows for each in self._averages]
 
     def add(self, num_rows: int, ratio: float, num_steps: int, number: int) -> bool:
         """Adds the mean of some steps, of which the last has a number. Returns True if estimates
@@ -194,7 +198,9 @@ class _Averages:
         if average is None:
             is_known = self._averages or self._prior is not None
             average = _Average(num_rows, self.at(num_rows) if is_known else ratio, 0.0)
-            bisect.insort(self._averages, average, key=_rows)
+            place = bisect.bisect_left(self._rows, num_rows)
+            self._averages.insert(place, average)
+            self._rows.insert(place, num_rows)
         average.num_steps += num_steps
         average.measured_at = number
         ratio = min(max(ratio, average.ratio / _MOST_OFF), average.ratio * _MOST_OFF)
@@ -207,16 +213,14 @@ class _Averages:
         return True
 
     def _nearest(self, num_rows: int) -> _Average | None:
-        right = bisect.bisect_left(self._averages, num_rows, key=_rows)
+        right = bisect.bisect_left(self._rows, num_rows)
         near = self._averages[max(0, right - 1) : right + 1]
+        if near and near[-1].num_rows == num_rows:
+            return near[-1]
         found = min(near, key=lambda each: abs(math.log(each.num_rows / num_rows)), default=None)
         if found is None or abs(math.log(found.num_rows / num_rows)) >= _NEAR:
             return None
         return found
-
-
-def _rows(average: _Average) -> int:
-    return average.num_rows
 
 
 def _relative(num_rows: int) -> float:
