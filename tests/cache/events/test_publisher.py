@@ -18,7 +18,7 @@ from moe_serve.config.event_config import KVEventsConfig
 from moe_serve.config.sections import EngineConfig
 from moe_serve.errors import ConfigError
 from tests.support.cache.event_subscriber import Block, Subscriber, blocks_of
-from tests.support.server.server_process import port_of_ones_own
+from tests.support.server.server_process import neighbouring_ports
 
 ROOT = root_key(b"model", b"", "")
 
@@ -170,7 +170,7 @@ def test_ranks_of_a_cell_that_leaves_are_cleared_and_their_numbers_serve_again(
 ) -> None:
     """The subscriber follows rank 1, first of one cell and then of others. ZeroMQ gives a port back
     a moment after it was closed."""
-    first, second = neighbouring_ports()
+    first, second = neighbouring_ports(2)
     config = replace(config, endpoint=f"tcp://127.0.0.1:{first}")
     of_rank_1 = replace(
         config,
@@ -193,13 +193,6 @@ def test_ranks_of_a_cell_that_leaves_are_cleared_and_their_numbers_serve_again(
         assert after.num_stored > before.num_stored, "counts never shrink"
     with pytest.raises(ConfigError, match="attention rank 60000 takes the port 60000 higher"):
         server.events.open(range(60000, 60001))
-
-
-def neighbouring_ports() -> tuple[int, int]:
-    first, second = port_of_ones_own(), port_of_ones_own()
-    while second != first + 1:
-        first, second = second, port_of_ones_own()
-    return first, second
 
 
 def test_adapters_and_salts_are_told_as_vllm_tells_them(

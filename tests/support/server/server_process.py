@@ -23,11 +23,20 @@ _PORTS = range(10_000, 16_000)
 def port_of_ones_own() -> int:
     """Returns a port that is free now. No other call returns it, in this process and in others,
     until the process ends."""
-    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            _reserve(port)
-            return port
+    return neighbouring_ports(1)[0]
+
+
+def neighbouring_ports(num: int) -> range:
+    """Returns neighbouring ports that are all like `port_of_ones_own`."""
+    firsts = _PORTS[: len(_PORTS) + 1 - num]
+    for first in random.SystemRandom().sample(firsts, len(firsts)):
+        ports = range(first, first + num)
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for port in ports:
+                probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            for port in ports:
+                _reserve(port)
+            return ports
     raise AssertionError("no port is free")
 
 
