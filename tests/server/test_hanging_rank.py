@@ -143,10 +143,12 @@ def test_a_frozen_rank_is_reported_and_survived(server: Server) -> None:
     assert len(list(server.reports.glob(f"*step{min(steps)}.txt"))) == 1, "a hang is told once"
     text = report.read_text()
     assert stalled.json()["error"]["code"] == "engine_stalled"
-    at = r"wait_combine, layer \d+, .* waits for expert-1, for"
+    # All layers of a step are one native call or, in several micro-batches, some calls for each.
+    at = r"(step|wait_combine), layer \d+, (.* )?waits for expert-1, for"
     assert re.search(rf"attention-0: serving, .* {at}", text)
     assert re.search(r"step \d+ was sent out .* waits for attention-0", text)
-    assert "the last output of attention-0" in text and "group_transport.py" in text
+    assert "the last output of attention-0" in text
+    assert "group_transport.py" in text or "native_rank_steps.py" in text
     again = server.client.post("/v1/completions", json=body).json()["choices"][0]["text"]
     assert again == expected
     server.process.send_signal(signal.SIGTERM)
